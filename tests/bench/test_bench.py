@@ -141,8 +141,9 @@ def answers_of(parts: Sequence[bytes], closes: bool = True) -> Timing:
         for part in parts:
             writer.write(part)
             await asyncio.sleep(0.001)
-        if closes:
-            writer.close()
+        if not closes:
+            await reader.read()  # until the client closes
+        writer.close()
 
     async def main() -> list[Timing]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:

@@ -150,8 +150,8 @@ def test_shares_of_wide_vectors(monkeypatch):
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for rows in (1, 44, 45, 66, 67, 140):
         for context in (2048, 2**17):
-            walk, joined = module._walk(rows, 1, context, module._tile(32, 512, torch.bfloat16, False), cpu)
-            found[rows, context] = walk["ROOM"], walk["FEW"], joined
+            walk = module._walk(rows, 1, context, module._tile(32, 512, torch.bfloat16, False), cpu)
+            found[rows, context] = walk["ROOM"], walk["FEW"], walk["JOIN"] > 0
     assert [found[rows, 2048] for rows in (1, 44, 45, 66, 67, 140)] == [
         (64, 1, False), (64, 1, False), (64, 2, False), (64, 2, False), (0, 1, True), (0, 1, True),
     ]  # fmt: skip

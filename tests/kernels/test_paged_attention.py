@@ -283,22 +283,22 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
 @pytest.mark.parametrize("sinks", [None, "sinks"])
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @pytest.mark.parametrize(
-    ("multiprocessors", "long", "most", "room"), [(50, 96, 16, 50), (11, 95, 2, 6), (11, 96, 16, 0)]
+    ("multiprocessors", "long", "most", "room"), [(50, 96, 8, 50), (50, 96, 2, 50), (11, 95, 1, 6), (11, 96, 8, 0)]
 )
 def test_decode_of_rows_whose_last_program_joins(
     monkeypatch, small_tiles, sliding_window, sinks, multiprocessors, long, most, room
 ):
-    """Five parts of the longest row, two, and one."""
+    """Or a launch of its own, the parts of the longest row, or of each that is cut."""
     from hybridrt.kernels.attention import paged_attention_triton as module
 
     monkeypatch.setattr(module, "UNCUT_CONTEXT", long)
     monkeypatch.setattr(module, "PART", 64)
-    monkeypatch.setattr(module, "FEW_JOINED", most)
-    monkeypatch.setattr(module, "JOINED_FROM", {(16, False): (10, 1 if room < 50 else 2)})
+    monkeypatch.setattr(module, "JOINED_PARTS", most)
+    monkeypatch.setattr(module, "JOINED_WITH", {(16, False): (1, 10, 1 if room < 50 else 2)})
     monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
     tile = module._tile(4, HEAD_DIM, torch.float32, False)
-    walk, joined = module._walk(4, 2, 96, tile, torch.device("cpu"))
-    assert (walk["ROOM"], joined) == (room, True)
+    walk = module._walk(4, 2, 96, tile, torch.device("cpu"))
+    assert (walk["ROOM"], walk["JOIN"]) == (room, most)
     torch.manual_seed(0)
     lengths, sinks = [70, 6, 33], sinks and sinks_of(8)
     cache, q = Cache(lengths, max_context=96), torch.randn(len(lengths) + 1, 1, 8, HEAD_DIM)
@@ -314,17 +314,18 @@ def test_decode_of_rows_whose_last_program_joins(
 
 @pytest.mark.parametrize(
     ("rows", "context", "room"),
-    [(1, 2**20, 128), (1, 32, 0), (13, 2**20, 128), (14, 2**20, 66), (64, 2**20, 66), (64, 2048, 0), (512, 2048, 0),
-     (512, 4096, 128)],
+    [(1, 2**20, 128), (1, 32, 0), (13, 2**20, 128), (14, 2**20, 66), (32, 2**20, 66), (32, 2048, 66), (33, 2**20, 128),
+     (64, 2048, 128), (66, 2**20, 128), (512, 2048, 0), (512, 4096, 128)],
 )  # fmt: skip
 def test_room_for_parts(monkeypatch, rows, context, room):
-    """Short rows that fill the device are not cut, nor those that almost do."""
+    """Short rows that fill the device are not cut. A row's last program joins a few parts with a medium number of rows,
+    and any number where rows fill the device."""
     from hybridrt.kernels.attention import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 132)
     tile = paged_attention_triton._tile(4, 128, torch.bfloat16, False)
-    walk, joined = paged_attention_triton._walk(rows, 2, context, tile, torch.device("cpu"))
-    assert (walk["ROOM"], joined) == (room, rows >= 14)
+    walk = paged_attention_triton._walk(rows, 2, context, tile, torch.device("cpu"))
+    assert (walk["ROOM"], walk["JOIN"]) == (room, 256 if rows >= 66 else 8 if 14 <= rows <= 32 else 0)
 
 
 def test_tiles_over_codes(monkeypatch):
@@ -334,7 +335,7 @@ def test_tiles_over_codes(monkeypatch):
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: 132)
     tile = paged_attention_triton._tile(6, 128, torch.bfloat16, True)
     walks = [paged_attention_triton._walk(rows, 2, 2048, tile, torch.device("cpu"), True) for rows in (1, 32, 128, 256)]
-    assert [(walk["BLOCK_N"], walk["num_warps"]) for walk, _ in walks] == [(64, 4), (128, 4), (128, 4), (64, 2)]
+    assert [(walk["BLOCK_N"], walk["num_warps"]) for walk in walks] == [(64, 4), (128, 4), (128, 4), (64, 2)]
 
 
 @pytest.fixture

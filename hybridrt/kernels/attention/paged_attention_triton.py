@@ -40,14 +40,16 @@ BLOCK_N = 64  # context positions per tile
 BLOCK_M = 64  # query rows per tile at most; `_tile` says for which dtypes and heads both are halved
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
 UNCUT_CONTEXT = 2048  # where no context can be longer and the device is full anyway, none is cut
-PART = 1024  # positions that a part has at least, about, if the row's last program joins them
-# A row has at most MOST_PARTS, half as many of latent vectors. Joining parts takes time: a row has more than FEW_PARTS,
-# or FEW_JOINED if its last program joins them, only if each has some blocks.
-FEW_PARTS, FEW_JOINED, MOST_PARTS = 64, 16, 256
-# By a tile's numbers of a head, and whether these are codes. A row's last program joins its parts if the device has
-# fewer multiprocessors than the first number for each key/value head of each row. The second number: shares of the work
-# for each multiprocessor then. Others join where the device is full, with two shares.
-JOINED_FROM = {(64, False): (3, 2), (128, False): (5, 1), (128, True): (5, 1)}
+PART = 1024  # positions that a part has at least, about, if a row's last program joins any number of parts
+# A row has at most MOST_PARTS, half as many of latent vectors. Joining parts takes time: a row has more than FEW_PARTS
+# only if each has some blocks.
+FEW_PARTS, MOST_PARTS = 64, 256
+# By a tile's numbers of a head, and whether these are codes. A row's last program joins up to JOINED_PARTS if the
+# device has more than the first number of multiprocessors for each key/value head of each row, and fewer than the
+# second. The third number: shares of the work for each multiprocessor then. Where the device is full it joins any
+# number of parts, with two shares.
+JOINED_WITH = {(64, False): (1, 3, 2), (128, False): (2, 5, 1), (128, True): (1, 5, 1)}
+JOINED_PARTS = 8  # one program loads a part in about 0.25 us
 PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_attention_join_kernel`
 
 
@@ -65,11 +67,11 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     arrivals_ptr, sinks_ptr, rows, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
     v_scale, T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    JOIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [key heads and blocks of their query rows, parts of rows]: programs without a part start last. ROOM = 0: a
-    row is one part. With arrival counters, the last program joins a row's parts.
+    row is one part. The last program of a row joins its parts if these are at most JOIN.
 
     AHEAD: the slots of the next block of keys are loaded in this block's turn, and held in registers. Without it the
     compiler gives slots a stage of the pipeline, so that one block of keys less is on its way.
@@ -184,7 +186,7 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     finished = ROOM == 0
     if ROOM > 0:
         parted = True
-        if arrivals_ptr is not None:
+        if JOIN > 0:
             parted, finished = used > 1, used <= 1
         if parted:
             apart: tl.constexpr = T * HKV * GROUPS  # numbers of a part, but for their width
@@ -192,14 +194,15 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
             own = own_part.to(tl.int64) * apart + cell
             tl.store(partial_ptr + own[:, None] * D + d[None, :], y, mask=mask)
             tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
-            if arrivals_ptr is not None:
-                arrivals = arrivals_ptr + b * tl.num_programs(0) + head_block
-                tl.debug_barrier()  # publish stores
-                if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
-                    tl.store(arrivals, 0)
-                    first_own = first_part.to(tl.int64) * apart + cell
-                    y = _join(partial_ptr, lse_ptr, first_own, apart, used, live, d, D, BLOCK_M, BLOCK_D)
-                    finished = parted  # True: both branches need one type
+            if JOIN > 0:  # noqa: SIM102  # in one condition the branch would be compiled without arrivals too
+                if used <= JOIN:
+                    arrivals = arrivals_ptr + b * tl.num_programs(0) + head_block
+                    tl.debug_barrier()  # publish stores
+                    if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
+                        tl.store(arrivals, 0)
+                        first_own = first_part.to(tl.int64) * apart + cell
+                        y = _join(partial_ptr, lse_ptr, first_own, apart, used, live, d, D, BLOCK_M, BLOCK_D)
+                        finished = parted  # True: both branches need one type
     if finished:
         cells = out_ptr + ((b.to(tl.int64) * T + token) * out_st + head * D)[:, None] + d[None, :]
         tl.store(cells, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -234,14 +237,21 @@ def _join(  # type: ignore[no-untyped-def]
 def _attention_join_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, rows, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr,
-    FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and head. EARLY: loads the first parts with their sums, which needs registers."""
+    """One token and head of a row of more than JOIN parts; others are joined. EARLY: loads the first parts with their
+    sums, which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
     first_part, used = of_row(b, parts)
+    joined = used <= JOIN
+    if joined & (b + head > 0):
+        return  # the first program waits in any case: what follows this launch may rely on those before it
     begin(PDL)
+    if joined:
+        return
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
     first = first_part.to(tl.int64) * (T * HQ) + head
     lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
@@ -271,8 +281,8 @@ def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: t
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """One launch attends. Where contexts may be cut, and rows do not join their own parts (`_walk`), a second one
-    joins them.
+    """One launch attends. Where a row may have more parts than its last program joins (`_walk`), a second one joins
+    those of such rows.
 
     What is cut depends on shapes and lengths on the device, not on max_len: a graph's replay and an eager call of
     the same batch give the same bits.
@@ -281,8 +291,8 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
     rope, window, context = key_dim - head_dim, kv.sliding_window or 0, req_to_token.shape[1]
     shape = Decode(num_rows, tokens, query_heads, kv_heads, head_dim, rope, context, window, kv.coded, q.dtype)
-    joined, tile = DECODES(shape, q.device)
-    head_blocks, room = shape.head_blocks(tile["BLOCK_M"]), tile["ROOM"]
+    tile = DECODES(shape, q.device)
+    head_blocks, room, join = shape.head_blocks(tile["BLOCK_M"]), tile["ROOM"], tile["JOIN"]
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
     token_stride = _token_stride(out)
@@ -292,9 +302,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         parts = 2 * room + num_rows
         partial = torch.empty(parts, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-        arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
-    sharing = {name: tile[name] for name in ("ROOM", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")}
-    sharing |= {"WHOLE": joined, "BLOCK_B": next_power_of_2(num_rows)}
+        arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if join else None
+    sharing = {name: tile[name] for name in ("ROOM", "FEW", "LEAST", "JOIN", "BLOCK_N", "BLOCK_D")}
+    sharing |= {"WHOLE": join > 0, "BLOCK_B": next_power_of_2(num_rows)}
     _attention_decode_kernel[(head_blocks, parts)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
         lse, arrivals, kv.sinks, num_rows, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
@@ -304,8 +314,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         BLOCK_R=dot_width(rope), BLOCK_T=next_power_of_2(tokens), PRECISION=dot_precision(q.dtype),
         **(tile | sharing), **pdl(q.device),
     )  # fmt: skip
-    if room and not joined:
-        wide, most = tile["BLOCK_D"] > 256, next_power_of_2(_most_parts(room, shape.span, tile["BLOCK_N"]))
+    most = _most_parts(room, shape.span, tile["BLOCK_N"])
+    if most > join:
+        wide, most = tile["BLOCK_D"] > 256, next_power_of_2(most)
         loaded = min(most, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
         # EARLY takes registers. With more than a program for each multiprocessor, a parallel branch (Mamba-2 in
         # Falcon-H1) could not run there.
@@ -335,31 +346,34 @@ def _most_parts(room: int, max_context: int, block_n: int) -> int:
 
 def _walk(
     rows: int, head_blocks: int, max_context: int, tile: dict[str, int], device: torch.device, coded: bool = False
-) -> tuple[dict[str, int], bool]:
+) -> dict[str, int]:
     """How programs walk through keys, and how many share the contexts of the batch, by the batch size and the longest
-    context alone.
+    context alone: changes to `_tile`.
 
-    Returns changes to `_tile`, and whether a row's last program joins the parts: not for few rows, since a launch of
-    its own then joins them faster. With more rows that launch waits for multiprocessors, which a parallel branch
-    (Mamba-2 in Falcon-H1) has. Measured on an H200.
+    JOIN: parts that a row's last program joins at most. None with few rows, since a launch of its own then joins them
+    faster. With more rows that launch waits for multiprocessors, which a parallel branch (Mamba-2 in Falcon-H1) has: it
+    joins rows of many parts only, for which one program is slow. Measured on an H200.
     """
     size, programs = multiprocessors(device), rows * head_blocks
     if tile["BLOCK_D"] > 256:
         return _walk_latent(rows, head_blocks, max_context, tile["BLOCK_N"], device, coded)
     large = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128
-    fewer, shares = JOINED_FROM.get((tile["BLOCK_D"], coded), (0, 0))
-    joined_before_full = tile["BLOCK_M"] == 16 and programs < size < programs * fewer
+    over, below, shares = JOINED_WITH.get((tile["BLOCK_D"], coded), (0, 0, 0))
+    joined_before_full = tile["BLOCK_M"] == 16 and programs * over < size < programs * below
     loads = _loads(tile, programs, size, joined_before_full, coded)
     block_n = loads.get("BLOCK_N", tile["BLOCK_N"])
-    joined = joined_before_full or (programs >= size and not large)
-    if joined:
-        each, few = (shares, FEW_JOINED) if joined_before_full else (2, 1)
-        room, least = cdiv(each * size, head_blocks), cdiv(PART, block_n)
-        whole = room == 1 or (2 * room <= 3 * rows and max_context <= UNCUT_CONTEXT)
+    few, least = FEW_PARTS, 4
+    if joined_before_full:
+        join, room = JOINED_PARTS, cdiv(shares * size, head_blocks)
+    elif programs >= size and not large:
+        join, room, few, least = MOST_PARTS, cdiv(2 * size, head_blocks), 1, cdiv(PART, block_n)
     else:
         each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
-        room, few, least, whole = cdiv(each * size, 2 * head_blocks), FEW_PARTS, 4, max_context <= block_n
-    return loads | {"ROOM": 0 if whole else min(room, MOST_PARTS // 2), "FEW": few, "LEAST": least}, joined
+        join, room = 0, cdiv(each * size, 2 * head_blocks)
+    whole = max_context <= block_n
+    if join:
+        whole = room == 1 or (2 * room <= 3 * rows and max_context <= UNCUT_CONTEXT)
+    return loads | {"ROOM": 0 if whole else min(room, MOST_PARTS // 2), "FEW": few, "LEAST": least, "JOIN": join}
 
 
 def _loads(tile: dict[str, int], programs: int, size: int, joined_before_full: bool, coded: bool) -> dict[str, int]:
@@ -388,7 +402,7 @@ def _loads(tile: dict[str, int], programs: int, size: int, joined_before_full: b
 
 def _walk_latent(
     rows: int, head_blocks: int, max_context: int, block_n: int, device: torch.device, coded: bool = False
-) -> tuple[dict[str, int], bool]:
+) -> dict[str, int]:
     """Latent vectors need a whole multiprocessor's shared memory: one program runs there at a time."""
     size = multiprocessors(device)
     each = max(size // max(rows * head_blocks, 1), 1)  # programs of a row
@@ -396,7 +410,8 @@ def _walk_latent(
     whole = max_context <= (UNCUT_CONTEXT if each == 1 else block_n)
     room = 0 if whole else min(cdiv(size, 2 * head_blocks), MOST_PARTS // 4)
     few, least = (1, 1) if each > 2 else (each, cdiv(PART, block_n))
-    return {"num_stages": stages + coded, "AHEAD": 1, "ROOM": room, "FEW": few, "LEAST": least}, each == 1
+    join = MOST_PARTS if each == 1 else 0
+    return {"num_stages": stages + coded, "AHEAD": 1, "ROOM": room, "FEW": few, "LEAST": least, "JOIN": join}
 
 
 def _tile(rows: int, head_dim: int, dtype: torch.dtype, coded: bool) -> dict[str, int]:
@@ -445,10 +460,9 @@ def _built_in(shape: Decode, device: torch.device) -> Values:
     tile = _tile(shape.rows_per_head, shape.head_dim, shape.dtype, shape.coded)
     head_blocks = shape.head_blocks(tile["BLOCK_M"])
     while True:
-        walk, joined = _walk(max(shape.rows, 1), head_blocks, shape.span, tile, device, shape.coded)
-        whole = tile | walk
+        whole = tile | _walk(max(shape.rows, 1), head_blocks, shape.span, tile, device, shape.coded)
         if tile["BLOCK_N"] == 16 or _loaded_bytes(shape, whole) <= shared_memory(device):
-            return whole | {"joined": int(joined)}
+            return whole
         tile["BLOCK_N"] //= 2
 
 
@@ -475,11 +489,7 @@ def _loaded_bytes(shape: Decode, tile: Values) -> int:
     return keys + tile["BLOCK_M"] * query * shape.dtype.itemsize
 
 
-def _make(joined: int, **tile: int) -> tuple[bool, dict[str, int]]:
-    return bool(joined), tile
-
-
-DECODES = LaunchChoice("attention_decode", Decode, _built_in, _candidates, _make)
+DECODES = LaunchChoice("attention_decode", Decode, _built_in, _candidates, dict)
 
 
 @jit_kernel
