@@ -31,10 +31,10 @@ _COMPILED = "kernels were compiled without a GPU (docs/start.md), and never run 
 TRIALS = (
     Trial(
         ("H200",), (9, 0), "2.15.0+cu132", "3.9.0",
-        "98% of tests/gpu ran, without a failure: kernels, layers and attention, but not the start, the server and "
-        "tensor parallelism; Falcon-H1-7B decodes in 3.97, 5.75 and 9.58 ms at 1, 32 and 128 rows",
+        "tests/gpu ran on one GPU, without a failure, but for most cases of test_pipeline_linear and the full soak; not "
+        "tensor parallelism; figures of docs/performance.md",
     ),
-    Trial(("H200",), (9, 0), "2.11.0+cu130", "3.6.0", "all of tests/gpu ran; figures of docs/performance.md"),
+    Trial(("H200",), (9, 0), "2.11.0+cu130", "3.6.0", "all of tests/gpu ran"),
     Trial(("H100",), (9, 0), "2.11.0+cu130", "3.6.0", "all of tests/gpu ran"),
     Trial(("A100",), (8, 0), "", "3.9.0", _COMPILED),
     Trial(("L40S",), (8, 9), "", "3.9.0", _COMPILED),
