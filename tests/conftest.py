@@ -11,11 +11,13 @@ import os
 import random
 import sys
 from collections.abc import Generator, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
 import torch
+import typer.testing
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of the many processes would compile all files again
 os.environ.setdefault("HYBRIDRT_COMPILE_WORKERS", "0")  # tiny models need few kernels, and tests start many
@@ -37,6 +39,7 @@ torch.set_num_threads(1)
 # pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. torch has 50.
 for name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]:
     logging.getLogger(name).propagate = True
+typer.testing._get_command = cache(typer.testing._get_command)  # or each `invoke` would build all commands, for 30 ms
 sys.dont_write_bytecode = False
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.spare()
