@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 import triton
 
+from hybridrt.base import plugins
 from hybridrt.kernels.core import launch_choice, providers
 from tests.support import interpreter, ties
 
@@ -39,7 +40,10 @@ torch.set_num_threads(1)
 # pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. torch has 50.
 for name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]:
     logging.getLogger(name).propagate = True
-typer.testing._get_command = cache(typer.testing._get_command)  # or each `invoke` would build all commands, for 30 ms
+# Each start of an engine would read files of all installed packages, for 20 ms, and each `invoke` build all commands.
+plugins.entry_points = cache(plugins.entry_points)
+if hasattr(typer.testing, "_get_command"):
+    typer.testing._get_command = cache(typer.testing._get_command)
 sys.dont_write_bytecode = False
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.spare()

@@ -1,12 +1,9 @@
 """Open registries: names to objects of this package, and of entry points of other packages."""
 
 import importlib
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import metadata
+from importlib.metadata import entry_points
 from typing import Any
 
 from hybridrt.base.errors import BackendError, HybridrtError, shown
@@ -58,25 +55,6 @@ class Plugins:
         if not fits:
             raise BackendError(f"{self.what} {name!r} leads to {found!r}; it must name a {self.base.__name__}")
         return found
-
-
-def entry_points(group: str) -> metadata.EntryPoints:
-    """Those of installed packages. All files of entry points are read once, and again after a folder of `sys.path` has
-    changed, as an installation changes it."""
-    return _read_all(tuple((place, _changed(place)) for place in sys.path)).select(group=group)
-
-
-@lru_cache(maxsize=1)
-def _read_all(places: tuple[tuple[str, int], ...]) -> metadata.EntryPoints:
-    return metadata.entry_points()
-
-
-def _changed(place: str) -> int:
-    """When a folder or archive was changed, in nanoseconds; 0 where there is none."""
-    try:
-        return os.stat(place or ".").st_mtime_ns
-    except OSError:
-        return 0
 
 
 def load_object(target: str) -> Any:

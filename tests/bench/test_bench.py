@@ -26,7 +26,7 @@ from hybridrt.cli import bench
 from hybridrt.cli.app import app
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.core.engine import Engine
-from tests.support.http_server import Served, serving
+from tests.support.http_server import WAIT, Served, serving
 
 PLOTS = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -137,20 +137,22 @@ def answers_of(parts: Sequence[bytes], closes: bool = True) -> Timing:
     """What one request finds at a server that answers with these parts."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        for part in parts:
-            writer.write(part)
-            await asyncio.sleep(0.001)
-        if not closes:
-            await reader.read()  # until the client closes
-        writer.close()
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.001)
+            if not closes:
+                await reader.read()  # until the client closes
+        finally:
+            writer.close()  # the server's end waits for it
 
     async def main() -> list[Timing]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             return (await run_load(Target(f"http://127.0.0.1:{port}", "m"), [Work([5], 2, 0)], None)).timings
 
-    (timing,) = asyncio.run(main())
+    (timing,) = asyncio.run(asyncio.wait_for(main(), WAIT))
     return timing
 
 

@@ -281,8 +281,8 @@ def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: t
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """One launch attends. Where a row may have more parts than its last program joins (`_walk`), a second one joins
-    those of such rows.
+    """One launch attends. A second one joins the parts of rows that have more than their last program joins (`_walk`),
+    and is left out if no row can have so many.
 
     What is cut depends on shapes and lengths on the device, not on max_len: a graph's replay and an eager call of
     the same batch give the same bits.
@@ -364,7 +364,8 @@ def _walk(
     block_n = loads.get("BLOCK_N", tile["BLOCK_N"])
     few, least = FEW_PARTS, 4
     if joined_before_full:
-        join, room = JOINED_PARTS, cdiv(shares * size, head_blocks)
+        # Rows of equal length have no more parts than their last programs join.
+        join, room = JOINED_PARTS, min(cdiv(shares * size, head_blocks), JOINED_PARTS * rows // 2)
     elif programs >= size and not large:
         join, room, few, least = MOST_PARTS, cdiv(2 * size, head_blocks), 1, cdiv(PART, block_n)
     else:
@@ -489,7 +490,7 @@ def _loaded_bytes(shape: Decode, tile: Values) -> int:
     return keys + tile["BLOCK_M"] * query * shape.dtype.itemsize
 
 
-DECODES = LaunchChoice("attention_decode", Decode, _built_in, _candidates, dict)
+DECODES: LaunchChoice[Decode, dict[str, int]] = LaunchChoice("attention_decode", Decode, _built_in, _candidates, dict)
 
 
 @jit_kernel
