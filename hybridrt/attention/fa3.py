@@ -42,7 +42,7 @@ class Fa3AttnBackend(PagedAttnBackend):
         assert step.extend is not None
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
-        if self._coded and not self._library.gathers(step.extend):
+        if self._coded and not self._library.copies_pay(step.extend):
             return super().extend(q, layer, batch, out)
         kv, heads = self.layer_kv(layer.layer_id), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
         group = self.kv_pool.group_of(layer.layer_id)

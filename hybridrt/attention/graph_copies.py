@@ -10,7 +10,7 @@ import torch
 
 from hybridrt.base.device import gpu_count, shared_memory
 from hybridrt.base.model_config import AttentionSpec
-from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOST_ROWS, copied_tokens
+from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, GRAPH_COPY_FROM, MOST_ROWS, copied_tokens
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY
 
 MOST_BYTES = 1 << 30  # steps with longer contexts run without a graph
@@ -42,7 +42,7 @@ def longest_context(specs: Iterable[AttentionSpec], numbers: int) -> int:
 
 def first_copied(specs: Iterable[AttentionSpec]) -> int:
     """Prompt tokens of the smallest graph that has copies in some layer."""
-    return -(-COPY_FROM // max(spec.num_heads // spec.num_kv_heads for spec in specs))
+    return -(-GRAPH_COPY_FROM // max(spec.num_heads // spec.num_kv_heads for spec in specs))
 
 
 def _heads(specs: Iterable[AttentionSpec]) -> int:

@@ -14,7 +14,7 @@ from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
 from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan, split_conv_channels
-from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen, check_ring
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen, check_conv_ring
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
@@ -172,8 +172,8 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
     ) -> None:
         super().__init__(layers=layers, req_to_token_pool=req_to_token_pool, chunk_size=chunk_size)
         for layer_id, layer in layers.items():
-            if (ring := self.layer_cache(layer_id).conv).numel():
-                check_ring(ring, layer.conv_weights.weight.shape[1], 1)
+            if (conv := self.layer_cache(layer_id).conv).numel():
+                check_conv_ring(conv, layer.conv_weights.weight.shape[1], 1)
         self._conv = causal_conv1d_varlen.for_device(self.device, checked=True)
         self._scan = mamba2_chunk_scan.for_device(self.device)
 

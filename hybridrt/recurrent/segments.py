@@ -33,6 +33,8 @@ class DecodeSegment:
 
     Attributes:
         rows: request rows, [n] int32.
+        buffers: slots, positions and cursors of the n rows, in tensors that graphs replay.
+        predecessors: [n, T] int32 of a verify step with drafts that fork (IntermediateStates), else None.
         pool_rows: the rows if they are neighbours in the pools (one token a row, on a CPU).
     """
 
@@ -51,7 +53,8 @@ class DecodeSegment:
         return t.view(self.rows.shape[0], self.tokens_per_row, *t.shape[1:])
 
     def state(self, cache: LayerCache) -> StateSlots:
-        """A layer's states. A verify step may roll back, so it stores the state after each token."""
+        """A layer's states. In the state mode "intermediate" a verify step stores the state after each token, to be
+        rolled back to; in "replay" cursors roll back."""
         intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
             intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.predecessors)
@@ -83,18 +86,22 @@ class DecodeSegment:
         return weights, self.conv_state(cache), self.conv_windows(cache)
 
     def fused_step(self, weights: ConvWeights, cache: LayerCache) -> FusedStep:
-        nodes = self.conv_windows(cache)
-        return FusedStep(weights, self.conv_state(cache), self.state(cache), self.ring(cache), nodes and nodes.stored)
+        windows = self.conv_windows(cache)
+        stored = windows and windows.stored
+        return FusedStep(weights, self.conv_state(cache), self.state(cache), self.ring(cache), stored)
 
 
 @dataclass(frozen=True)
 class ExtendSegment:
-    """Packed prompt chunks of n rows. A row reads the state in `read_state_slots` and writes the
-    one in `write_state_slots`; -1 is padding.
+    """Packed prompt chunks of n rows.
 
-    `later`: segments that run after this one, from states that it keeps within chunks, with their
-    tokens' places in this one, [t] int64. `real` [t] bool: such a segment's tokens without padding;
-    None: all.
+    Attributes:
+        read_state_slots, write_state_slots: [n] int32, of a row's state before and after; -1 is padding.
+        start_positions: [n] int32, of the rows' first tokens.
+        prompts: how the rows lie next to each other, and what is saved within them.
+        later: segments that run after this one, from states that it keeps within chunks, with their
+            tokens' places in this one, [t] int64.
+        real: [t] bool, such a segment's tokens without padding; None: all.
     """
 
     read_state_slots: Tensor

@@ -77,7 +77,7 @@ def test_prompts_near_the_reference(
     dim: int, heads: int, kv_heads: int, dtype: torch.dtype, coded: bool, sinks: bool,
     lens: Lens, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(prefill, "GATHER_FROM", 1)
+    monkeypatch.setattr(prefill, "COPY_FROM", 1)
     monkeypatch.setattr(prefill, "_may_cut", lambda *_: False)
     q, kv, batch = case(dim, heads, kv_heads, lens, dtype, coded, sinks)
     assert prefill.takes_pipeline(q, kv, batch)

@@ -46,8 +46,8 @@ def attend(chunks, way, padding=5):
 @pytest.mark.parametrize("way", WAYS)
 @examples(5, 40)
 def test_any_number_of_programs(small, monkeypatch, way, examples):
-    monkeypatch.setattr(prefill, "GATHER_FROM", 0 if way == "copied" else 10**9)
-    monkeypatch.setattr(prefill, "COPY_FROM", 0)
+    monkeypatch.setattr(prefill, "COPY_FROM", 0 if way == "copied" else 10**9)
+    monkeypatch.setattr(prefill, "GRAPH_COPY_FROM", 0)
     monkeypatch.setattr(prefill, "ROUNDS", 10**9)
 
     def check(programs, rows, sinks, seed):

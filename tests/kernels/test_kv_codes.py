@@ -4,14 +4,10 @@ import pytest
 import torch
 
 from hybridrt.kernels.attention.kv_codes import encode, numbers
+from hybridrt.kernels.attention.kv_write import write_kv
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent, latent_extend, write_latent
-from hybridrt.kernels.attention.paged_attention import (
-    attention_decode,
-    attention_extend,
-    qk_norm_rotary,
-    rotary_write_kv,
-    write_kv,
-)
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend
+from hybridrt.kernels.attention.rotary import qk_norm_rotary, rotary_write_kv
 from hybridrt.kernels.core.records import (
     AttentionPrompts,
     AttentionRows,
@@ -132,14 +128,14 @@ def test_decode_equals_attention_over_dequantised_numbers(dtype, sliding_window,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sliding_window", [None, 7])
-@pytest.mark.parametrize("gathered", [False, True])
-def test_prompts_equal_attention_over_dequantised_numbers(dtype, sliding_window, gathered, provider, monkeypatch):
-    if gathered:
+@pytest.mark.parametrize("copied", [False, True])
+def test_prompts_equal_attention_over_dequantised_numbers(dtype, sliding_window, copied, provider, monkeypatch):
+    if copied:
         if provider == "torch" or dtype == torch.float32:
             pytest.skip("kernels copy keys of 16-bit prompts")
         from hybridrt.kernels.attention import prefill_attention_triton as prefill
 
-        monkeypatch.setattr(prefill, "GATHER_FROM", 1)
+        monkeypatch.setattr(prefill, "COPY_FROM", 1)
         monkeypatch.setattr(prefill, "ample", lambda q: True)
     lengths, query_lens = [9, 37, 22], [9, 5, 17]
     pair, sinks = Pair(lengths, (16, 16), dtype), torch.randn(4) if sliding_window else None

@@ -191,7 +191,7 @@ def test_too_many_vectors_are_not_copied(provider, monkeypatch):
     monkeypatch.setattr(latent_attention_triton, "_decompressed", lambda *args: seen.append(args) or decompress(*args))
     q = torch.randn(9, HEADS, NOPE + ROPE).half()
     for most in (9 * (RANK + ROPE) * 2, 9 * (RANK + ROPE) * 2 - 1):
-        monkeypatch.setattr(prefill_attention_triton, "MAX_GATHERED", most)
+        monkeypatch.setattr(prefill_attention_triton, "MOST_COPIED", most)
         close(latents.extend(q, [9], [9])[-1], latents.attend(q[-1], 0, range(9)), torch.float16)
     assert len(seen) == (provider != "torch")
 
@@ -268,7 +268,7 @@ def test_tiles_over_keys_and_values_that_were_made():
     ):  # fmt: skip
         tile = latent_attention_triton._tile_of(q, 128, 128, query_lens)
         assert (tile["BLOCK_M"], tile["num_warps"]) == (rows, warps), query_lens
-    wide = prefill_attention_triton.tile_of(q, 256, 32, [8192], gathered=True)
+    wide = prefill_attention_triton.tile_of(q, 256, 32, [8192], copied=True)
     assert latent_attention_triton._tile_of(q, 128, 256, [8192]) == wide
 
 

@@ -71,7 +71,7 @@ def test_flash_attention_copies_long_prompts_of_codes(
     """Our kernels compute short prompts and decode."""
     hand, plain = both(checkpoints, "fa3", kv_cache_dtype="fp8_e4m3")
     library, copied = importlib.import_module("hybridrt.kernels.libraries.sgl_kernel"), list[int]()
-    monkeypatch.setattr(library, "GATHER_FROM", 6)
+    monkeypatch.setattr(library, "COPY_FROM", 6)
     pages = library._pages
     monkeypatch.setattr(library, "_pages", lambda *args: copied.append(1) or pages(*args))
     for step, copies in (
@@ -166,16 +166,16 @@ def paged(lengths: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("provider", ["sgl_kernel", "sgl_kernel gathered", "flashinfer"])
+@pytest.mark.parametrize("provider", ["sgl_kernel", "sgl_kernel copied", "flashinfer"])
 def test_extend_with_windows_and_surplus_tokens(
     provider: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {op: dict(by) for op, by in providers._IMPLEMENTATIONS.items()})
     register_peers()
-    provider, _, gathered = provider.partition(" ")
-    if gathered:
-        monkeypatch.setattr(importlib.import_module("hybridrt.kernels.libraries.sgl_kernel"), "GATHER_FROM", 0)
+    provider, _, copied = provider.partition(" ")
+    if copied:
+        monkeypatch.setattr(importlib.import_module("hybridrt.kernels.libraries.sgl_kernel"), "COPY_FROM", 0)
     new, lengths = [7, 1, 12], [7, 30, 40]
     args = paged(lengths) | {
         "q": torch.randn(23, 6, 8), "query_start_loc": torch.tensor([0, 7, 8, 20], dtype=torch.int32),

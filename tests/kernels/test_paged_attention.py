@@ -5,7 +5,8 @@ import torch
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.attention import paged_attention
-from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.attention.kv_write import write_kv
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
 from tests.support.levels import sweep
 
@@ -340,11 +341,11 @@ def test_tiles_over_codes(monkeypatch):
 
 
 @pytest.fixture
-def gathering(monkeypatch):
+def copying(monkeypatch):
     """Chunks of any length copy their keys and values together first, where the dtype allows it."""
     from hybridrt.kernels.attention import prefill_attention_triton
 
-    monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
+    monkeypatch.setattr(prefill_attention_triton, "COPY_FROM", 0)
 
 
 def extend(q, cache, query_lens, seq_lens, sliding_window=None, out=None, sinks=None):
@@ -364,7 +365,7 @@ def check_extended(out, q, cache, query_lens, seq_lens, sliding_window=None, sin
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sliding_window", [None, 20])
-def test_extend_over_many_tiles(small_tiles, gathering, sliding_window, dtype):
+def test_extend_over_many_tiles(small_tiles, copying, sliding_window, dtype):
     torch.manual_seed(0)
     seq_lens, query_lens = [71, 37, 20], [9, 37, 2]  # a tile whose first query is the last but one of a block of keys
     cache, q = Cache(seq_lens, dtype=dtype, max_context=96), torch.randn(sum(query_lens), 6, HEAD_DIM).to(dtype)
@@ -373,8 +374,8 @@ def test_extend_over_many_tiles(small_tiles, gathering, sliding_window, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "sliding_window"), [(torch.float32, None), (torch.float32, 20), (torch.float16, 20)])
-def test_extend_with_sinks(small_tiles, gathering, monkeypatch, sliding_window, dtype):
-    """Over pages, and over gathered keys of the 16-bit dtype; the plain torch takes some tokens at a time. A head has
+def test_extend_with_sinks(small_tiles, copying, monkeypatch, sliding_window, dtype):
+    """Over pages, and over copied keys of the 16-bit dtype; the plain torch takes some tokens at a time. A head has
     no sink: its score is -inf."""
     monkeypatch.setattr(paged_attention, "SCORES", 6 * 71 * 4)
     torch.manual_seed(0)
@@ -386,7 +387,7 @@ def test_extend_with_sinks(small_tiles, gathering, monkeypatch, sliding_window, 
 
 
 @pytest.mark.parametrize("sliding_window", [None, 3])
-def test_gathered_keys_of_many_rows(gathering, sliding_window):
+def test_copied_keys_of_many_rows(copying, sliding_window):
     """More rows than are added up at a time, some without a new token."""
     torch.manual_seed(0)
     query_lens = [1 + i % 2 for i in range(66)] + [0, 2]
@@ -397,7 +398,7 @@ def test_gathered_keys_of_many_rows(gathering, sliding_window):
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
-def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_window):
+def test_copied_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_window):
     """Who else is in the batch decides which way a chunk goes, and may not change its tokens."""
     from hybridrt.kernels.attention import prefill_attention_triton
 
@@ -405,11 +406,11 @@ def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_
     seq_lens, query_lens = [70, 37], [30, 37]
     cache, q = Cache(seq_lens, dtype=torch.float16, max_context=96), torch.randn(67, 6, HEAD_DIM).half()
     pages = extend(q, cache, query_lens, seq_lens, sliding_window)
-    monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
+    monkeypatch.setattr(prefill_attention_triton, "COPY_FROM", 0)
     assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), pages)
 
 
-def test_tiles_of_gathered_keys(monkeypatch):
+def test_tiles_of_copied_keys(monkeypatch):
     """Up to three large tiles for each multiprocessor become smaller ones; those of heads of 64 and 256 do not."""
     from hybridrt.kernels.attention import prefill_attention_triton as prefill
 
@@ -421,20 +422,20 @@ def test_tiles_of_gathered_keys(monkeypatch):
         (32, 8, 128, [1568], 64), (32, 8, 128, [4096], 128),
     ):  # fmt: skip
         q = torch.empty(1, heads, dim, dtype=torch.bfloat16)
-        tile = prefill.tile_of(q, dim, kv_heads, query_lens, gathered=True)
+        tile = prefill.tile_of(q, dim, kv_heads, query_lens, copied=True)
         assert (tile["BLOCK_M"], tile["BLOCK_N"]) == (rows, 64), (heads, query_lens)
         assert tile["num_warps"] == 4 or dim > 128
 
 
 @pytest.mark.parametrize("spare", [0, -1])
-def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monkeypatch, spare):
+def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, copying, monkeypatch, spare):
     """Keys and values of two heads, 130 tokens in tiles of 64, 16 numbers of 2 bytes each."""
     from hybridrt.kernels.attention import prefill_attention_triton
 
     torch.manual_seed(0)
-    copies, gather = [], prefill_attention_triton.gather
-    monkeypatch.setattr(prefill_attention_triton, "MAX_GATHERED", 2 * 2 * 192 * 16 * 2 + spare)
-    monkeypatch.setattr(prefill_attention_triton, "gather", lambda *args: copies.append(args) or gather(*args))
+    copies, copy = [], prefill_attention_triton.copy_keys
+    monkeypatch.setattr(prefill_attention_triton, "MOST_COPIED", 2 * 2 * 192 * 16 * 2 + spare)
+    monkeypatch.setattr(prefill_attention_triton, "copy_keys", lambda *args: copies.append(args) or copy(*args))
     cache, q = Cache([130], dtype=torch.float16, max_context=144), torch.randn(3, 4, HEAD_DIM).half()
     check_extended(extend(q, cache, [3], [130]), q, cache, [3], [130])
     assert len(copies) == (provider != "torch" and spare == 0)
@@ -483,7 +484,7 @@ def test_decode_reads_nothing_before_the_window(small_tiles, tree):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_extend_reads_nothing_before_the_window(small_tiles, gathering, dtype):
+def test_extend_reads_nothing_before_the_window(small_tiles, copying, dtype):
     torch.manual_seed(0)
     seq_lens, query_lens, sliding_window = [60, 33, 7], [40, 1, 7], 11
     q, cache = torch.randn(sum(query_lens), 4, HEAD_DIM).to(dtype), Cache(seq_lens, dtype=dtype, max_context=96)

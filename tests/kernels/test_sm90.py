@@ -64,7 +64,7 @@ def test_mamba1(table: str, compiled: Compiler) -> None:
     assert {u["kernel"] for u in usages} == {
         "_mamba1_update_kernel",
         "_mamba1_chunks_kernel",
-        "_mamba1_heads_kernel",
+        "_mamba1_entry_states_kernel",
         "_mamba1_outputs_kernel",
     }
     check(usages, 2048)
@@ -112,7 +112,7 @@ def test_attention_gated_delta_net_experts_and_sampling(table: str, compiled: Co
     usages = compiled(table)
     expected = {
         "_attention_decode_kernel",
-        "_attention_gather_kernel",
+        "_attention_copy_kernel",
         "_attention_extend_kernel",
         "_attention_pipeline_kernel",
         "_argmax_kernel",

@@ -272,14 +272,14 @@ def attention() -> Cases:
             tree["num_drafts"] = int32(batch) if tokens > 1 else None
             yield "attention_decode", cache | rows | tree | {"q": q, "req_to_token": int32(300, width)}
         q, k = meta(8192, query_heads, dim), meta(8192, kv_heads, dim)
-        # Long chunks, whose keys are gathered, short ones, and one so short that tiles are halved.
+        # Long chunks, whose keys are copied, short ones, and one so short that tiles are halved.
         for count, tokens, window in (
             (1, 8192, None), (1, 8192, 4096), (64, 128, None), (64, 128, 4096), (1, 128, None),
         ):  # fmt: skip
             lens = {"query_lens": [tokens] * count, "seq_lens_host": [tokens] * count, "sliding_window": window}
             rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
             yield "attention_extend", cache | rows | lens | {"q": q[: count * tokens], "req_to_token": int32(300, 4096)}
-        # Cut tiles over gathered keys, and in graphs over pages and over copies.
+        # Cut tiles over copied keys, and in graphs over pages and over copies.
         for tokens, graph, copies in ((2048, False, None), (512, True, None), (1536, True, meta(1 << 27))):
             lens = {"query_lens": [tokens], "seq_lens_host": [] if graph else [4096], "copies": copies}
             rows = {"rows": int32(1), "query_start_loc": int32(2), "seq_lens": int32(1)}

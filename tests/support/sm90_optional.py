@@ -119,7 +119,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
     yield "fold_ring", layers | folds | {name: part[None] for name, part in channels.items()} | {"A": None}, {}
-    commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
+    commit = {"state_slots": ROWS, "rows": ROWS, "last": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
     yield "commit_intermediate", commit | pools, {}
     windows = {"conv": meta(2, SLOTS, 2 * G * N, 8), "stored": meta(2, SLOTS, T, 2 * G * N, K - 1), "positions": ROWS}

@@ -20,7 +20,7 @@ from hybridrt.kernels.attention.graph_copies import BLOCK_N, MOST_ROWS
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     KeySources,
-    gathered_before,
+    copied_before,
     load_tile,
     query_rows,
     softmax_step,
@@ -150,7 +150,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]
         q = for_products(q, keys.dtype.element_ty)
         table += tl.load(rows_ptr + b).to(tl.int64) * table_sr
     else:
-        shift = kv_head * total + gathered_before(starts_ptr, seq_lens_ptr, b, 0, BLOCK_N)
+        shift = kv_head * total + copied_before(starts_ptr, seq_lens_ptr, b, 0, BLOCK_N)
     nearest = seq_len - query_len + first
     position, masked_from = nearest + token, (nearest + 1) // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -245,7 +245,7 @@ def cut_of(q: Tensor, kv_heads: int, batch: AttentionPrompts) -> Cut:
 
 
 def run_cut(q: Tensor, sources: KeySources, kv: PagedKV, batch: AttentionPrompts, cut: Cut, out: Tensor) -> None:
-    """Attention of q [T, Hq, D] over caches or gathered keys and values into out [T, Hq, D], D a power of two. At most
+    """Attention of q [T, Hq, D] over caches or copied keys and values into out [T, Hq, D], D a power of two. At most
     MOST_ROWS rows, no window. `cut`: result of `cut_of`."""
     kv_heads, dim = kv.v_cache.shape[2:]
     rows = len(batch.query_lens)

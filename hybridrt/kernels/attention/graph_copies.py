@@ -4,7 +4,7 @@ BLOCK_N = 64  # context positions of a tile: each row has whole ones
 DIM = 128  # of the heads whose kernels were measured
 MOST_ROWS = 16  # prompts of a step, with padding
 # Query rows of a KV head in a graph. Fewer gain less than the copy's launch takes, and read pages in place.
-COPY_FROM = 6144
+GRAPH_COPY_FROM = 6144
 
 
 def copied_tokens(numbers: int, kv_heads: int) -> int:

@@ -167,10 +167,10 @@ def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None
 
 def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Absorbed for few tokens. Decompressed for many, if the device has a tensor memory accelerator
-    and the gathered vectors take at most MAX_GATHERED bytes."""
+    and the copied vectors take at most MOST_COPIED bytes."""
     lens = batch.seq_lens_host
     copied = sum(lens) * kv.k_cache.shape[3] * q.element_size()
-    allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
+    allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MOST_COPIED
     if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
         return _decompressed(q, kv, weights, batch)
     return from_latent_triton(prefill.attention_extend_triton(into_latent_triton(q, weights), kv, batch), weights)
@@ -205,7 +205,7 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     by_pipeline = _takes_pipeline(q, kv, weights, batch)
     block = PIPELINE_BLOCK[nope] if by_pipeline else prefill.BLOCK_N
-    latents, tails, total = prefill.gather(*parts, kv, batch, q.dtype, block)
+    latents, tails, total = prefill.copy_keys(*parts, kv, batch, q.dtype, block)
     at_once = _heads_at_once(q, weights, total)
     for first in range(0, heads, at_once):
         mine = slice(first, first + at_once)
@@ -239,7 +239,7 @@ def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) ->
     loads, if they fit; few queries have small tiles, two a multiprocessor.
     """
     (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
-    tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)
+    tile = prefill.tile_of(q, dim, heads, query_lens, copied=True)
 
     def programs(rows: int) -> int:
         return heads * sum(cdiv(n, rows) for n in query_lens)

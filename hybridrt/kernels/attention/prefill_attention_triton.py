@@ -1,6 +1,6 @@
 """Triton kernels of paged prefill attention (flash attention, Dao et al. 2022).
 
-Rows of a tile are ordered as in `paged_attention_triton.py`. Long chunks gather their keys and values first:
+Rows of a tile are ordered as in `paged_attention_triton.py`. Long chunks copy their keys and values first:
 the tensor memory accelerator then loads whole tiles, without registers for addresses. Short chunks read pages
 in place. `attention_extend_triton` takes the first way that serves: over copies, on GPUs of compute capability
 9.0, `prefill_pipeline_triton.py`; few tiles, some of them cut into parts, `cut_prefill_triton.py`; the kernel of
@@ -21,12 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import cut_prefill_triton as cut
-from hybridrt.kernels.attention.graph_copies import BLOCK_N, COPY_FROM, DIM, MOST_ROWS, copied_tokens
+from hybridrt.kernels.attention.graph_copies import BLOCK_N, DIM, GRAPH_COPY_FROM, MOST_ROWS, copied_tokens
 from hybridrt.kernels.attention.kv_codes_triton import for_products
 from hybridrt.kernels.attention.prefill_tiles_triton import (
     PIPELINE_BLOCK,
     KeySources,
-    gathered_before,
+    copied_before,
     load_tile,
     query_rows,
     softmax_step,
@@ -45,14 +45,14 @@ from hybridrt.kernels.core.tiles_triton import LOG2_E
 from hybridrt.kernels.dense.pipeline_tiles import has_pipeline
 
 BLOCK_M = 128  # query rows of a tile, of BLOCK_N context positions; halved for float32
-GATHER_FROM = 8192  # mean query rows per key/value head and request
+COPY_FROM = 8192  # mean query rows per key/value head and request
 ROUNDS = 3  # tiles of BLOCK_M rows for each multiprocessor
-MAX_GATHERED = 1 << 30  # bytes of gathered keys and values; longer contexts are read in place
+MOST_COPIED = 1 << 30  # bytes of copied keys and values; longer contexts are read in place
 
 
 # Their alignment depends on the number of decode rows before them.
 @jit_kernel(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
-def _attention_gather_kernel(  # type: ignore[no-untyped-def]
+def _attention_copy_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -65,7 +65,7 @@ def _attention_gather_kernel(  # type: ignore[no-untyped-def]
         return
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
-    first = kv_head.to(tl.int64) * total + gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N)
+    first = kv_head.to(tl.int64) * total + copied_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N)
     for block in range(tl.program_id(0), tl.cdiv(seq_len - origin, BLOCK_N), tl.num_programs(0)):
         offset = block * BLOCK_N + tl.arange(0, BLOCK_N)
         pos = origin + offset
@@ -107,7 +107,7 @@ def _attention_extend_kernel(  # type: ignore[no-untyped-def]
             q_rope = for_products(q_rope, keys.dtype.element_ty)
         table, shift, base = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr, 0, 0
     else:
-        base = gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
+        base = copied_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
         shift = kv_head * total + base
     nearest = seq_len - query_len + first
     furthest = seq_len - query_len + tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
@@ -165,7 +165,7 @@ def _attention_extend_kernel(  # type: ignore[no-untyped-def]
 
 
 def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
-    """One launch; another one before it if keys and values are gathered, and one after it if tiles are cut."""
+    """One launch; another one before it if keys and values are copied, and one after it if tiles are cut."""
     kv_heads, dim = kv.v_cache.shape[2:]
     rope = kv.k_cache.shape[3] - dim
     out = q.new_empty(*q.shape[:2], dim) if out is None else out
@@ -176,18 +176,18 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
         # Here, so that the other kernels need nothing that is experimental in Triton.
         from hybridrt.kernels.attention.prefill_pipeline_triton import attention_pipeline
 
-        keys, values, total = gather(kv.k_cache, kv.v_cache, kv, batch, q.dtype, PIPELINE_BLOCK[dim])
+        keys, values, total = copy_keys(kv.k_cache, kv.v_cache, kv, batch, q.dtype, PIPELINE_BLOCK[dim])
         attention_pipeline(q, KeySources(keys, values, total=total), kv, batch, out)
         return out
-    gathered = _gathered(q, kv, batch)
-    sources = gathered or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
+    copied = _copied(q, kv, batch)
+    sources = copied or KeySources(kv.k_cache, kv.v_cache, kv.k_cache[..., dim:] if rope else None)
     if _may_cut(q, kv, batch):
         found = cut.cut_of(q, kv_heads, batch)
-        if found.parts > 1 or (gathered and not batch.seq_lens_host):
+        if found.parts > 1 or (copied and not batch.seq_lens_host):
             cut.run_cut(q, sources, kv, batch, found, out)
             return out
-    tile = tile_of(q, dim, kv_heads, batch.query_lens, gathered is not None)
-    if kv.coded and gathered is None:
+    tile = tile_of(q, dim, kv_heads, batch.query_lens, copied is not None)
+    if kv.coded and copied is None:
         tile = coded_tile(tile, dot_width(dim))
     run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
     return out
@@ -212,28 +212,28 @@ def takes_pipeline(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> bool:
 def _copies_pay(q: Tensor, kv: PagedKV, batch: AttentionPrompts, block: int) -> bool:
     """Outside of graphs. block: keys of a tile."""
     kv_heads, dim = kv.v_cache.shape[2:]
-    if sum(batch.query_lens) * (q.shape[1] // kv_heads) < GATHER_FROM * len(batch.query_lens):
+    if sum(batch.query_lens) * (q.shape[1] // kv_heads) < COPY_FROM * len(batch.query_lens):
         return False
     blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, block)
-    return 2 * block * sum(blocks) * kv_heads * dot_width(dim) * q.element_size() <= MAX_GATHERED
+    return 2 * block * sum(blocks) * kv_heads * dot_width(dim) * q.element_size() <= MOST_COPIED
 
 
-def _gathered(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | None:
+def _copied(q: Tensor, kv: PagedKV, batch: AttentionPrompts) -> KeySources | None:
     """Copies of keys and values, if these pay; None: they are read in place."""
     caches, (kv_heads, dim), query_lens = (kv.k_cache, kv.v_cache), kv.v_cache.shape[2:], batch.query_lens
     rows = sum(query_lens) * (q.shape[1] // kv_heads)
     if kv.k_cache.shape[3] > dim or not ample(q):
         return None
     if not batch.seq_lens_host:  # in a graph, lengths are unknown
-        if batch.copies is None or rows < COPY_FROM or not _may_cut(q, kv, batch):
+        if batch.copies is None or rows < GRAPH_COPY_FROM or not _may_cut(q, kv, batch):
             return None
         total = copied_tokens(len(batch.copies), kv_heads)
         keys, values = batch.copies[: 2 * kv_heads * total * dim].view(2, kv_heads * total, dim)
-        _gather_into(keys, values, *caches, kv, batch, total, cdiv(2 * multiprocessors(q.device), kv_heads), BLOCK_N)
+        _copy_into(keys, values, *caches, kv, batch, total, cdiv(2 * multiprocessors(q.device), kv_heads), BLOCK_N)
     else:
         if not _copies_pay(q, kv, batch, BLOCK_N):
             return None
-        keys, values, total = gather(*caches, kv, batch, q.dtype, BLOCK_N)
+        keys, values, total = copy_keys(*caches, kv, batch, q.dtype, BLOCK_N)
     return KeySources(described(keys), described(values), total=total)
 
 
@@ -270,11 +270,11 @@ def ample(q: Tensor) -> bool:
     return shared_memory(q.device) >= LARGE_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
 
 
-def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
+def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], copied: bool) -> dict[str, int]:
     """Tile sizes and launch options for keys and values of `dim` numbers, as measured on an H200.
 
-    Four warps of up to 255 registers let two gathered programs share a multiprocessor. Pages need
-    eight of 128, for addresses. Tiles are halved if too few for all multiprocessors. Gathered ones are
+    Four warps of up to 255 registers let two programs over copies share a multiprocessor. Pages need
+    eight of 128, for addresses. Tiles are halved if too few for all multiprocessors. Those over copies are
     smaller up to ROUNDS for each multiprocessor: in the last round of larger ones many of these have nothing
     to do, which costs most after a long context.
     """
@@ -290,9 +290,9 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     if latent and not single:  # compiled for sm_89: the only tile of 32 queries that stays in registers
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": 16, "num_stages": 2, "num_warps": 8}
     tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
-    if gathered and q.shape[-1] == block_d == 128 and tiles <= ROUNDS * device:
+    if copied and q.shape[-1] == block_d == 128 and tiles <= ROUNDS * device:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 4}
-    if gathered:
+    if copied:
         return tile | {"num_warps": 8 if wide else 4, "num_stages": 3 if block_d <= 64 else 2}
     tile["num_warps"] = 8 if block_m * block_d > 8192 else 4
     if block_m * block_d >= 128 * 128 and ample(q):
@@ -323,7 +323,7 @@ def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_windo
     return [min(pair) for pair in zip(blocks, seen, strict=True)]
 
 
-def gather(
+def copy_keys(
     k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, dtype: torch.dtype, block: int
 ) -> tuple[Tensor, Tensor, int]:
     """Copies what a batch sees of two caches, or of two parts of one cache's vectors.
@@ -334,17 +334,17 @@ def gather(
     blocks = key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window, block)
     kv_heads, total, dims = k_cache.shape[2], block * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
     keys, values = (k_cache.new_empty(kv_heads * total, dot_width(dim), dtype=dtype) for dim in dims)
-    _gather_into(keys, values, k_cache, v_cache, kv, batch, total, max(blocks), block)
+    _copy_into(keys, values, k_cache, v_cache, kv, batch, total, max(blocks), block)
     return keys, values, total
 
 
-def _gather_into(
+def _copy_into(
     keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, total: int,
     programs: int, block: int,
 ) -> None:  # fmt: skip
     """`total`: rows of one head in the copies. `programs`: of a batch row and head. `block`: keys of a tile."""
     kv_heads, dims = k_cache.shape[2], (k_cache.shape[3], v_cache.shape[3])
-    _attention_gather_kernel[(programs, kv_heads, len(batch.query_lens))](
+    _attention_copy_kernel[(programs, kv_heads, len(batch.query_lens))](
         k_cache, v_cache, kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, keys, values,
         kv.req_to_token.stride(0), total,
         HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=block,

@@ -24,7 +24,7 @@ def span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def copied_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of a head's copy before those of row b of the batch: whole tiles of the rows before it."""
     blocks = 0
     for first in range(0, b, 64):

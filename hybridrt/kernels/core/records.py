@@ -1,13 +1,14 @@
 """Records of arguments that travel together, with shapes and dtypes.
 
 B rows, T new tokens a row (in all, for packed prompts), S state slots, R running requests, C conv
-channels, K conv taps, Wc columns of a conv ring, W columns of a state ring. States: Mamba-2 [H, P,
-N] (H heads of P channels, N state columns, G groups of keys), Gated Delta Net [Hv, V, K] (Hv value
-heads, Hk key heads), Mamba-1 [I, N] (I channels). Softmax attention: Hq query heads, Hkv key heads
-of dim D. Entry 0 of every pool is scratch. A row with state slots -1 is padding: it gets zeros and
-touches no state. Indices are int32. Activations, conv rings, and values and keys of state rings
-have the model's dtype; state pools are float32, bfloat16 or float16; the rest is float32 unless
-stated. Token-wise tensors may have any row and token stride.
+channels, K conv taps (in records of a conv), Wc columns of a conv ring, W columns of a state ring.
+States: Mamba-2 [H, P, N] (H heads of P channels, N state columns, G groups of keys), Gated Delta
+Net [Hv, V, K] (Hv value heads, Hk key heads, K numbers of a key), Mamba-1 [I, N] (I channels).
+Softmax attention: Hq query heads, Hkv key heads of dim D. Entry 0 of every pool is scratch. A row
+with state slots -1 is padding: it gets zeros and touches no state. Indices are int32. Activations,
+conv rings, and values and keys of state rings have the model's dtype; state pools are float32,
+bfloat16, float16 or codes of 8 bits; the rest is float32 unless stated. Token-wise tensors may have
+any row and token stride.
 """
 
 import math
@@ -215,7 +216,7 @@ class FusedStep(NamedTuple):
         return cls(none, ConvState(qkv.new_empty((1, channels, 1)), slots, state.write_state_slots, slots), state, ring)
 
     @property
-    def conv_nodes(self) -> IntermediateStates | None:
+    def conv_windows(self) -> IntermediateStates | None:
         """Where the conv stores its inputs; None: in the ring."""
         states = self.state.intermediate
         return None if self.windows is None or states is None else states._replace(stored=self.windows)
@@ -293,12 +294,17 @@ class BCNorms(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the gated delta rule: q, k [..., Hk, K], v [..., Hv, V]; g, beta [..., Hv] float32
-    from `gdn_gates`.
+    """Inputs of the gated delta rule. Leading dimensions: [B, T], or [T] of packed prompts.
 
-    A gate g is from 0 to -inf, which erases the state. Kimi Delta Attention: Hk is Hv, and g [...,
-    Hv, K] decays each key channel. With GateWeights, g and beta are raw projections. Leading
-    dimensions: [B, T], or [T] of packed prompts.
+    Attributes:
+        q, k: [..., Hk, K].
+        v: [..., Hv, V].
+        g: [..., Hv] float32 log decays from `gdn_gates`, from 0 to -inf, which erases the state. Kimi
+            Delta Attention: Hk is Hv, and g [..., Hv, K] decays each key channel.
+        beta: [..., Hv] float32, how much of a correction is written.
+
+    For an operation that is given GateWeights, g and beta are the raw projections a and b instead, in
+    the model's dtype: it computes the gates.
     """
 
     q: Tensor

@@ -58,7 +58,7 @@ def conved_inputs(qkv: Tensor, step: FusedStep, update: Callable[..., Tensor]) -
     """What the step's conv gives, by an implementation of `causal_conv1d_update`: [B, T, C]."""
     if step.conv_weights.applied_before:
         return qkv
-    return update(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
+    return update(qkv, step.conv_weights, step.conv_state, step.conv_windows)
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,7 +64,7 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     column = ((ring.start + ring.length).unsqueeze(1) + torch.arange(tokens, device=ring.start.device)) % width
     for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (ring.gates, g)):
         write_columns(tensor, slots, column, entries, ring.rows)
-    return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
+    return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(inputs.v.dtype)
 
 
 def _read_history(ring: StateRing) -> _History:

@@ -4,11 +4,12 @@ A step multiplies the state with 2 T vectors x_n: the keys of its T tokens, then
 the state is large. So the first kernel runs the conv of keys and queries, enters gates and keys
 into the ring and reduces the ring's keys to scores,
 
-    S x_n = decay_n C x_n + sum_i scores[n, i] u_i,      scores[n, i] = exp(G_n - G_i) (k_i . x_n)
+    S x_n = decay_n S_0 x_n + sum_i scores[n, i] u_i,    scores[n, i] = exp(G_n - G_i) (k_i . x_n)
 
-with C the state in the pool, S that state at the vector's token, and i over the ring's entries and
-the step's tokens. The second kernel runs the conv of v, multiplies C with all vectors in one pass,
-and computes the corrected values u = beta (v - S k) token by token.
+with S_0 the state in the pool, S that state at the vector's token, and i over the ring's entries and
+the step's tokens. Queries stay as the conv gives them: decay_n and scores[n, :] of a query include
+K^-0.5 / |q|. The second kernel runs the conv of v, multiplies S_0 with all vectors in one pass, and
+computes the corrected values u = beta (v - S k) token by token.
 """
 
 import torch

@@ -86,7 +86,7 @@ def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: 
         return after
 
     advance_states(state, v.shape[1], step)
-    return out.masked_fill_(pad_mask(state.read_state_slots, 4), 0).to(q.dtype)
+    return out.masked_fill_(pad_mask(state.read_state_slots, 4), 0).to(inputs.v.dtype)
 
 
 def l2_normalize(x: Tensor) -> Tensor:

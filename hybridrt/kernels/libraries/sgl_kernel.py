@@ -27,7 +27,7 @@ from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.state.causal_conv1d import conv_window, save_windows
 
 LIBRARY, TAPS, PADDING = "sglang-kernel", range(2, 5), -1
-GATHER_FROM = 512  # mean queries of a row
+COPY_FROM = 512  # mean queries of a row
 REACH = 2**32  # numbers from the first conv ring to the end of the last one
 
 
@@ -56,7 +56,7 @@ class ExtendPlan:
             and keys of a row.
         real: tokens of all rows.
         pages: page numbers, [B, n].
-        key_starts: [B + 1], if keys and values are gathered first: row b's begin at key_starts[b],
+        key_starts: [B + 1], if keys and values are copied first: row b's begin at key_starts[b],
             and pages is [n].
     """
 
@@ -69,9 +69,9 @@ class ExtendPlan:
     key_starts: Tensor | None
 
 
-def gathers(batch: AttentionPrompts) -> bool:
+def copies_pay(batch: AttentionPrompts) -> bool:
     """Whether keys and values are copied first."""
-    return sum(batch.query_lens) >= GATHER_FROM * len(batch.query_lens)
+    return sum(batch.query_lens) >= COPY_FROM * len(batch.query_lens)
 
 
 def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
@@ -80,7 +80,7 @@ def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
     req_to_token, page_size = kv.req_to_token, kv.k_cache.shape[1]
     real, longest = sum(query_lens), max(batch.seq_lens_host)
     known = (batch.query_start_loc, batch.seq_lens, max(query_lens), longest, real)
-    if not gathers(batch):
+    if not copies_pay(batch):
         refuse(LIBRARY, "attention", "it copies e4m3 codes of long prompts only" if kv.coded else None)
         return ExtendPlan(*known, page_table(req_to_token, batch.rows, page_size, longest), None)
     starts = F.pad(((batch.seq_lens + page_size - 1) // page_size).cumsum(0, dtype=torch.int32), (1, 0))
@@ -91,7 +91,7 @@ def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
 def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
     """One layer: q [T, Hq, D] to `out` [T, Hq, D], of any token stride, zeros past the last row.
 
-    With many queries, reading contiguous keys is faster and pays for gathering them.
+    With many queries, reading contiguous keys is faster and pays for copying them.
     """
     out[plan.real :].zero_()
     common: dict[str, Any] = {

@@ -48,7 +48,7 @@ def mamba2_decode(
     conv_weights, state = step.conv_weights, step.state
     taps = conv_weights.weight.shape[1]
     conved = (
-        causal_conv1d_update.reference(xBC, conv_weights, step.conv_state, step.conv_nodes) if taps else F.silu(xBC)
+        causal_conv1d_update.reference(xBC, conv_weights, step.conv_state, step.conv_windows) if taps else F.silu(xBC)
     )
     x, B, C = split_conv_channels(conved, state.states.shape)
     tokens = SSMInputs(x, dt, B, C, z)

@@ -26,11 +26,11 @@ class PoolRows:
 
     run: slice
     order: Tensor | None
-    columns: "RingColumns"
+    columns: "ConvColumns"
     first: int
 
 
-class RingColumns(dict[int, Tensor]):
+class ConvColumns(dict[int, Tensor]):
     """[B, 1, Wc] int64 for rings of Wc columns, a power of two: their columns, oldest input first.
     Computed by the first layer of a step.
 
@@ -56,7 +56,7 @@ def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
         return None
     run, order = found
     positions = start_positions if order is None else start_positions.index_select(0, order)
-    return PoolRows(run, order, RingColumns(positions), min(positions.tolist()))
+    return PoolRows(run, order, ConvColumns(positions), min(positions.tolist()))
 
 
 def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:

@@ -17,7 +17,7 @@ def mamba2_decode_triton(
         return replay_decode_triton(xBC, dt, z, weights, step, out)
     taps = step.conv_weights.weight.shape[1]
     if taps:  # apart: the update would repeat the conv for every tile of the state
-        xBC = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state, step.conv_nodes)
+        xBC = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state, step.conv_windows)
     x, B, C = split_conv_channels(xBC, step.state.states.shape)
     tokens = SSMInputs(x, dt, B, C, z)
     return selective_state_update_triton(tokens, weights, step.state, out, silu_inputs=taps == 0)

@@ -41,8 +41,8 @@ from hybridrt.kernels.state.state_codes_triton import (
 )
 from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_codes, multiply_state, products
 
-# Rows of all states [P, N]. Up to SOME_ROWS, small programs are faster. Where one token meets 16-bit states they are so
-# up to FEW_ROWS, and those of 64 rows from there.
+# Most rows of states, batch * H * P, for which programs of 16 rows are fastest: FEW_ROWS for one token and states of 16
+# bits, else SOME_ROWS. With more of the former, programs of 64 rows are.
 FEW_ROWS, SOME_ROWS = 1 << 13, 1 << 16
 
 

@@ -102,7 +102,7 @@ def _mamba2_gains_kernel(  # type: ignore[no-untyped-def]
 
 @jit_kernel(do_not_specialize=["num_tokens"])
 def _mamba2_pass_kernel(  # type: ignore[no-untyped-def]
-    gains_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+    gains_ptr, cum_ptr, rest_ptr, states_ptr, entry_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def _mamba2_pass_kernel(  # type: ignore[no-untyped-def]
     first_chunk = tl.load(first_chunk_ptr + b)
     place = (first_chunk.to(tl.int64) * H + h) * SIZE + i
     for chunk in range(first_chunk, tl.load(last_chunk_ptr + b) + 1):
-        tl.store(heads_ptr + place, state.to(heads_ptr.dtype.element_ty), mask=mask)
+        tl.store(entry_ptr + place, state.to(entry_ptr.dtype.element_ty), mask=mask)
         last = tl.load(cu_chunks_ptr + chunk + 1) - 1
         total = tl.load(cum_row + last) + tl.load(rest_row + last)
         state = state * tl.exp(total) + tl.load(gains_ptr + place, mask=mask, other=0.0)
@@ -162,7 +162,7 @@ def _mamba2_scores_kernel(  # type: ignore[no-untyped-def]
 
 @jit_kernel(do_not_specialize=["num_tokens", "chunks"])
 def _mamba2_outputs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, rest_ptr, heads_ptr, scores_ptr,
+    x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, rest_ptr, entry_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
     C_strides: tl.constexpr, z_strides: tl.constexpr, out_st, out_sh, num_tokens, chunks,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
@@ -196,13 +196,13 @@ def _mamba2_outputs_kernel(  # type: ignore[no-untyped-def]
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
     cum, rest = tl.load(cum_row + token), tl.load(rest_ptr + h.to(tl.int64) * num_tokens + start + token)
     n = tl.arange(0, BLOCK_N)
-    head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + n[:, None]
+    entry = entry_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + n[:, None]
     query = C_ptr + start * C_strides[0] + g * C_strides[1] + token[:, None] * C_strides[0] + n[None, :]
     y = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
     for offset in range(0, N, BLOCK_N):
         inside = n + offset < N
         c = _load(query + offset, inside[None, :], N % BLOCK_N == 0)
-        state = _load(head + offset, inside[:, None] & p_mask, (N % BLOCK_N == 0) & (P % BLOCK_P == 0))
+        state = _load(entry + offset, inside[:, None] & p_mask, (N % BLOCK_N == 0) & (P % BLOCK_P == 0))
         y = tl.dot(c, state, y, input_precision="ieee")
     y *= tl.exp(cum)[:, None]
 
@@ -235,7 +235,7 @@ def _mamba2_outputs_kernel(  # type: ignore[no-untyped-def]
     if z_ptr is not None:
         gates = z_ptr + start * z_strides[0] + h * z_strides[1] + token[:, None] * z_strides[0] + p[None, :]
         y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
-    # The head of a dead row's chunk was never written.
+    # The state before a dead row's chunk was never written.
     y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
     outputs = out_ptr + start * out_st + h * out_sh + m[:, None] * out_st + p[None, :]
     tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
@@ -254,9 +254,9 @@ def mamba2_chunk_scan_triton(
         return out
     # Three tensors: parts of one would not always be aligned.
     step, cum, rest = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(3))
-    chunk_heads = x.new_empty((chunks, heads, dim, state_dim))
+    entry_states = x.new_empty((chunks, heads, dim, state_dim))
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
-    work = ScanWork(step, cum, rest, chunk_heads, shape)
+    work = ScanWork(step, cum, rest, entry_states, shape)
     few = _has_few(num_tokens, plan.chunk_size, state_dim)
     scores = None if few else _scores(B, C, plan)
     (walk_states if few else _gain_and_pass)(inputs, weights, state, prompts, work)
@@ -266,7 +266,7 @@ def mamba2_chunk_scan_triton(
         blocks, channels = cdiv(size, tile["BLOCK_M"]), cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _mamba2_outputs_kernel[short if few else (blocks * channels, heads, chunks)](
-            x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots,
+            x, B, C, z, out, weights.D, step, cum, rest, entry_states, scores, state.read_state_slots,
             plan.cu_chunk_seqlens, plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out),
             num_tokens, chunks, **shape, Q=_width(size),
             BLOCK_CHUNKS=max(64, next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
@@ -291,24 +291,24 @@ def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
 
 
 def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
-    x, cum, rest, heads, plan = inputs.x, work.cum, work.rest, work.heads, prompts.plan
-    (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
+    x, cum, rest, entry_states, plan = inputs.x, work.cum, work.rest, work.entry_states, prompts.plan
+    (chunks, heads, dim, state_dim), num_tokens = entry_states.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
-    gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
-    _mamba2_time_step_kernel[chunks, cdiv(count, 4)](
+    gains = torch.empty(entry_states.shape, dtype=torch.float32, device=x.device)
+    _mamba2_time_step_kernel[chunks, cdiv(heads, 4)](
         inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
-        *weights.dt_limit, H=count, BLOCK_Q=next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+        *weights.dt_limit, H=heads, BLOCK_Q=next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = GAINS(_shape(x, inputs.B, plan.chunk_size), x.device)
-    _mamba2_gains_kernel[cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
+    _mamba2_gains_kernel[cdiv(dim, tile["BLOCK_P"]) * cdiv(state_dim, tile["BLOCK_N"]), heads, chunks](
         x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
         **tile, **launch,
     )  # fmt: skip
-    _mamba2_pass_kernel[cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
-        gains, cum, rest, state.states, heads, state.read_state_slots, state.write_state_slots,
+    _mamba2_pass_kernel[cdiv(dim * state_dim, 1024), heads, len(state.read_state_slots)](
+        gains, cum, rest, state.states, entry_states, state.read_state_slots, state.write_state_slots,
         prompts.has_initial_state, cu_chunks, plan.first_chunk,
         plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, state.states.stride(0),
-        num_tokens, H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
+        num_tokens, H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def chunk_span(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
 
 @jit_kernel(do_not_specialize=["num_tokens", "rows"])
 def _few_tokens_states_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, dt_ptr, B_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr,
+    x_ptr, dt_ptr, B_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, states_ptr, entry_ptr,
     read_slots_ptr, write_slots_ptr, has_initial_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr,
     x_strides: tl.constexpr, dt_st: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens, rows,
     dt_min, dt_max, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
@@ -51,10 +51,10 @@ def _few_tokens_states_kernel(  # type: ignore[no-untyped-def]
         has_initial = tl.zeros([BLOCK_P, BLOCK_N], tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
         own = mask & (tl.zeros([BLOCK_P, BLOCK_N], tl.int64) + read >= 0)
         state = tl.load(cells + read * states_ss, mask=own & has_initial, other=0.0).to(tl.float32)
-        head = heads_ptr + first_chunk.to(tl.int64) * (H * P * N) + cell
+        entry = entry_ptr + first_chunk.to(tl.int64) * (H * P * N) + cell
         for chunk in range(first_chunk, end_chunk):
-            tl.store(head, state.to(heads_ptr.dtype.element_ty), mask=mask)
-            head += H * P * N
+            tl.store(entry, state.to(entry_ptr.dtype.element_ty), mask=mask)
+            entry += H * P * N
             start, size = chunk_span(cu_chunks_ptr, chunk)
             row = h.to(tl.int64) * num_tokens + start
             x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
@@ -92,17 +92,17 @@ class ScanWork(NamedTuple):
     """Results that the kernels of a scan pass to each other.
 
     Attributes:
-        step, cum, rest: [H, T] float32. cum and rest are the running sums of A dt within each
-        chunk, of
-            multiples and of rests (`decay_sums_triton.py`); step is dt over exp(rest).
-        heads: [n, H, P, N] in x's dtype, the states before n chunks.
+        cum, rest: [H, T] float32, running sums of A dt within each chunk: of its multiples, and of its
+            rests (`decay_sums_triton.py`).
+        step: [H, T] float32, dt / exp(rest).
+        entry_states: [n, H, P, N] in x's dtype, the states before n chunks.
         shape: shape of a head, in the kernels' constants.
     """
 
     step: Tensor
     cum: Tensor
     rest: Tensor
-    heads: Tensor
+    entry_states: Tensor
     shape: dict[str, int]
 
 
@@ -112,8 +112,8 @@ def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, promp
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
     blocks = cdiv(shape["P"], tile["BLOCK_P"]) * cdiv(shape["N"], tile["BLOCK_N"])
     _few_tokens_states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
-        x, inputs.dt, inputs.B, weights.A, weights.dt_bias, work.step, work.cum, work.rest, state.states, work.heads,
-        read_slots, state.write_state_slots, prompts.has_initial_state,
+        x, inputs.dt, inputs.B, weights.A, weights.dt_bias, work.step, work.cum, work.rest, state.states,
+        work.entry_states, read_slots, state.write_state_slots, prompts.has_initial_state,
         plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
         None if prompts.saves is None else prompts.saves.chunk_slots,
         strides(x), inputs.dt.stride(0), strides(inputs.B), state.states.stride(0), x.shape[0], len(read_slots),

@@ -48,8 +48,8 @@ def _scan_chunk(decay: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
     for t in range(1, size):
         local[:, :, t].addcmul_(decay[:, :, t], local[:, :, t - 1])
         decay[:, :, t].mul_(decay[:, :, t - 1])
-    heads = torch.empty_like(local[:, :, 0])
+    entry_states = torch.empty_like(local[:, :, 0])
     for block in range(local.shape[1]):
-        heads[:, block] = state
+        entry_states[:, block] = state
         state = torch.addcmul(local[:, block, -1], decay[:, block, -1], state)
-    return local.addcmul_(decay, heads[:, :, None]).flatten(1, 2)
+    return local.addcmul_(decay, entry_states[:, :, None]).flatten(1, 2)

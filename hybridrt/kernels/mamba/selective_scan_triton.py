@@ -1,7 +1,7 @@
 """Triton kernels of `selective_scan`: three launches over the chunks of a plan.
 
 1. `_mamba1_chunks_kernel`: each chunk's final state if it started from zero, and its summed time.
-2. `_mamba1_heads_kernel`: walks each request's chunks; replaces each local state by the true state before
+2. `_mamba1_entry_states_kernel`: walks each request's chunks; replaces each local state by the true state before
    the chunk, and writes the last one to the pool.
 3. `_mamba1_outputs_kernel`: runs each chunk again from that state and writes the outputs.
 
@@ -50,7 +50,7 @@ def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore
 
 @jit_kernel
 def _mamba1_chunks_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, dt_ptr, rates_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
+    x_ptr, dt_ptr, rates_ptr, B_ptr, dt_bias_ptr, entry_ptr, times_ptr, cu_chunks_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -69,13 +69,13 @@ def _mamba1_chunks_kernel(  # type: ignore[no-untyped-def]
         dt += dt_st
         key += B_st
     place = chunk.to(tl.int64)
-    tl.store(heads_ptr + (place * N + n[:, None]) * CHANNELS + i[None, :], state, mask=mask)
+    tl.store(entry_ptr + (place * N + n[:, None]) * CHANNELS + i[None, :], state, mask=mask)
     tl.store(times_ptr + place * CHANNELS + i, time, mask=i_mask)
 
 
 @jit_kernel
-def _mamba1_heads_kernel(  # type: ignore[no-untyped-def]
-    rates_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+def _mamba1_entry_states_kernel(  # type: ignore[no-untyped-def]
+    rates_ptr, entry_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,14 +91,14 @@ def _mamba1_heads_kernel(  # type: ignore[no-untyped-def]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=of_pool & has_initial, other=0.0)
     state = tl.trans(initial).to(tl.float32)
     first = tl.load(first_chunk_ptr + b)
-    head = heads_ptr + (first.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :]
+    entry = entry_ptr + (first.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :]
     time = times_ptr + first.to(tl.int64) * CHANNELS + i
     for chunk in range(first, tl.load(last_chunk_ptr + b) + 1):
-        local = tl.load(head, mask=mask, other=0.0)
+        local = tl.load(entry, mask=mask, other=0.0)
         decay = tl.exp2(rates * tl.load(time, mask=i_mask, other=0.0)[None, :])
-        tl.store(head, state, mask=mask)
+        tl.store(entry, state, mask=mask)
         state = state * decay + local
-        head += N * CHANNELS
+        entry += N * CHANNELS
         time += CHANNELS
         if saves_ptr is not None:
             save = tl.load(saves_ptr + chunk).to(tl.int64)
@@ -110,7 +110,7 @@ def _mamba1_heads_kernel(  # type: ignore[no-untyped-def]
 
 @jit_kernel
 def _mamba1_outputs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, dt_ptr, rates_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
+    x_ptr, dt_ptr, rates_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, entry_ptr, out_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr, C_st: tl.constexpr, z_st: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -127,7 +127,7 @@ def _mamba1_outputs_kernel(  # type: ignore[no-untyped-def]
             tl.store(out, tl.zeros([BLOCK_I], out_ptr.dtype.element_ty), mask=i_mask)
             out += CHANNELS
         return
-    state = tl.load(heads_ptr + (chunk.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :], mask=mask, other=0.0)
+    state = tl.load(entry_ptr + (chunk.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :], mask=mask, other=0.0)
     x, dt, z = x_ptr + token * x_st + i, dt_ptr + token * dt_st + i, z_ptr + token * z_st + i
     key, query = B_ptr + token * B_st + n, C_ptr + token * C_st + n
     for _ in range(first, end):
@@ -152,7 +152,7 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = x.new_empty((tokens, channels))
     zero_after(out, plan.num_tokens)
-    heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
+    entry_states = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
     rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
     torch.mul(weights.A.t(), math.log2(math.e), out=rates)
@@ -160,15 +160,16 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (cdiv(channels, 64), chunks)
     _mamba1_chunks_kernel[grid](
-        x, dt, rates, B, weights.dt_bias, heads, times, plan.cu_chunk_seqlens,
+        x, dt, rates, B, weights.dt_bias, entry_states, times, plan.cu_chunk_seqlens,
         x.stride(0), dt.stride(0), B.stride(0), **launch,
     )  # fmt: skip
-    _mamba1_heads_kernel[cdiv(channels, 64), len(read_slots)](
-        rates, heads, times, states, read_slots, state.write_state_slots, prompts.has_initial_state, plan.first_chunk,
-        plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, states.stride(0), **launch,
+    _mamba1_entry_states_kernel[cdiv(channels, 64), len(read_slots)](
+        rates, entry_states, times, states, read_slots, state.write_state_slots, prompts.has_initial_state,
+        plan.first_chunk, plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots,
+        states.stride(0), **launch,
     )  # fmt: skip
     _mamba1_outputs_kernel[grid](
-        x, dt, rates, B, inputs.C, z, weights.D, weights.dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens,
+        x, dt, rates, B, inputs.C, z, weights.D, weights.dt_bias, entry_states, out, read_slots, plan.cu_chunk_seqlens,
         plan.seq_idx, x.stride(0), dt.stride(0), B.stride(0), inputs.C.stride(0), z.stride(0), **launch,
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from hybridrt.kernels.core.slots import NO_SLOT, PADDING_SLOT, pad_mask, real_to
 
 
 def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
-    check_ring(state.conv, weights.weight.shape[1], 1)
+    check_conv_ring(state.conv, weights.weight.shape[1], 1)
 
 
 @operation(By("triton"), By("sgl_kernel", priority=5), check=_check_varlen)
@@ -72,7 +72,7 @@ def check_update(
         raise ConfigError(
             "windows are stored with predecessors alone: pass these, or no intermediate (a ring is rolled back)"
         )
-    check_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
+    check_conv_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
 
 
 def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
@@ -146,7 +146,7 @@ def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor
     return window.masked_fill_((before < 0)[:, :, None], 0.0)
 
 
-def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
+def check_conv_ring(conv: Tensor, kernel: int, tokens: int) -> None:
     """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of
     `tokens` tokens."""
     width = conv.shape[2]

@@ -44,8 +44,8 @@ def log_decay(a, A_log, dt_bias, LOWER_BOUND: tl.constexpr = None):  # type: ign
 
 @triton.jit
 def time_step(dt_ptr, dt_bias_ptr, h, mask, dt_min, dt_max):  # type: ignore[no-untyped-def]
-    """clamp(softplus(dt + dt_bias)) of heads h: dt_ptr points at their raw dt. What is masked means
-    nothing."""
+    """clamp(softplus(dt + dt_bias)) of heads h: dt_ptr points at their raw dt. Masked entries are
+    undefined."""
     dt = tl.load(dt_ptr, mask=mask).to(tl.float32)
     if dt_bias_ptr is not None:
         dt += tl.load(dt_bias_ptr + h, mask=mask).to(tl.float32)

@@ -7,11 +7,11 @@ from torch import Tensor
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import ConvState, ConvWeights
 from hybridrt.kernels.core.slots import pad_mask
-from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, check_ring
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, check_conv_ring
 
 
 def _check(projected: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
-    check_ring(state.conv, weights.weight.shape[1], projected.shape[1])
+    check_conv_ring(state.conv, weights.weight.shape[1], projected.shape[1])
 
 
 @operation(By("triton", "hybridrt.kernels.state.causal_conv1d_triton:causal_conv1d_update_triton"), check=_check)
@@ -21,12 +21,13 @@ def short_conv_update(x: Tensor, weights: ConvWeights, state: ConvState) -> Tens
     Products and the conv's output are rounded to the dtype of x, as they are where the steps run apart.
 
     Args:
-        x: [B, T, B | C | x], channels each, as they are projected; token t is at position start_positions + t.
+        x: [rows, T, 3 * channels], the projected B, C and x after one another; token t is at position
+            start_positions + t.
         weights: without an activation.
         state: its rings get the T products.
 
     Returns:
-        [B, T, channels] in the dtype of x.
+        [rows, T, channels] in the dtype of x.
 
     Raises:
         ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.

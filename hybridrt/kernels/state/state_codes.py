@@ -23,7 +23,8 @@ from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.core.slots import read_rows, write_rows
 
 SCALED = 32  # neighbouring codes of a row that share a scale
-TURN, STRETCH = 0x09E3779B, 256  # of 2^32 a token: the golden ratio in 16; tokens
+TURN = 0x09E3779B  # what a token adds to a phase of 32 bits: the golden ratio of 2^32 in 16 tokens
+STRETCH = 256  # tokens for which phases begin at one hash
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}  # codes
 # Bits of the mantissa, and the exponent below which steps are equal.
 STEPS = {torch.float8_e4m3fn: (3, -6), torch.float16: (10, -14), torch.bfloat16: (7, -100)}
@@ -61,7 +62,7 @@ def element_keys(layer_id: int, first_head: int, heads: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A hash of 32 bits, in int64 (lowbias32, C. Wellons 2018)."""
+    """A hash of 32 bits, in int64: the mixer of splitmix32."""
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD

@@ -12,39 +12,36 @@ from hybridrt.kernels.core.slots import write_columns, write_rows
 
 
 @operation(By("triton"))
-def commit_intermediate(
-    states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
-) -> None:
-    """In each of L layers states[state_slots[b]] = stored[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
+def commit_intermediate(states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, last: Tensor) -> None:
+    """In each of L layers states[state_slots[b]] = stored[rows[b], last[b] - 1] where last[b] > 0, in place.
 
     Args:
         states: [L, S + 1, *state].
         intermediate: `stored` [L, R + 1, T, *state].
-        state_slots, accepted: [B] int32; slot -1 or accepted 0 leaves everything as it is. With predecessors,
-            `accepted` is the last accepted token + 1.
+        state_slots: [B] int32; -1 leaves everything as it is.
+        last: [B] int32, number of the last accepted token + 1; 0 leaves everything as it is.
     """
-    kept = state_slots.masked_fill(accepted == 0, -1)
+    kept = state_slots.masked_fill(last == 0, -1)
     for layer, stored in zip(states, intermediate.stored):
-        write_rows(layer, kept, stored[intermediate.rows, (accepted - 1).clamp(min=0)])
+        write_rows(layer, kept, stored[intermediate.rows, (last - 1).clamp(min=0)])
 
 
 @operation(By("triton"))
 def commit_conv_window(
-    conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor, positions: Tensor
+    conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, last: Tensor, positions: Tensor
 ) -> None:
     """The conv inputs that end at the last accepted token enter the rings of each of L layers, in place.
 
     Args:
         conv: [L, S + 1, C, Wc] rings; Wc is a power of two.
         intermediate: `stored` [L, R + 1, T, C, K - 1].
-        state_slots, accepted: [B] int32. `accepted` is the token's number + 1; slot -1 or accepted 0
-            leaves everything as it is.
+        state_slots, last: as in `commit_intermediate`.
         positions: [B] int32, absolute position of that token.
     """
     offsets = torch.arange(1 - intermediate.stored.shape[-1], 1, device=conv.device)
-    columns, kept = (positions[:, None] + offsets) & (conv.shape[-1] - 1), state_slots.masked_fill(accepted == 0, -1)
+    columns, kept = (positions[:, None] + offsets) & (conv.shape[-1] - 1), state_slots.masked_fill(last == 0, -1)
     for rings, inputs in zip(conv, intermediate.stored):
-        write_columns(rings, kept, columns, inputs[intermediate.rows, (accepted - 1).clamp(min=0)].transpose(1, 2))
+        write_columns(rings, kept, columns, inputs[intermediate.rows, (last - 1).clamp(min=0)].transpose(1, 2))
 
 
 @operation()

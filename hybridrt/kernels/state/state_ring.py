@@ -56,7 +56,7 @@ class RingFolds:
     state_lengths: Tensor | None = None
 
 
-def check_ring_width(*_: Any, width: int, widest: int, **__: Any) -> None:
+def check_state_ring(*_: Any, width: int, widest: int, **__: Any) -> None:
     """Raises ConfigError unless a ring of `width` columns takes a step of `widest` tokens."""
     if width < widest:
         raise ConfigError(f"a state ring of {width} columns cannot take a step of {widest} tokens: build the pool with "
@@ -69,12 +69,12 @@ def check_step(inputs: Tensor, step: FusedStep) -> None:
     if not step.conv_weights.applied_before:
         if (activation := step.conv_weights.activation) != "silu":
             raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
-        check_update(inputs, step.conv_weights, step.conv_state, step.conv_nodes)
+        check_update(inputs, step.conv_weights, step.conv_state, step.conv_windows)
     if step.ring is not None:
-        check_ring_width(width=step.ring.gates.shape[2], widest=inputs.shape[1])
+        check_state_ring(width=step.ring.gates.shape[2], widest=inputs.shape[1])
 
 
-@operation(By("triton"), check=check_ring_width)
+@operation(By("triton"), check=check_state_ring)
 def advance_ring(
     start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int,
     state_lengths: Tensor | None = None,
