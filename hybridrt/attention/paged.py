@@ -14,10 +14,17 @@ from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.base.model_config import AttentionSpec
-from hybridrt.kernels.attention.kv_write import CellPlaces, cell_places, store_at
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
-from hybridrt.kernels.attention.paged_attention import RowContexts, attend
-from hybridrt.kernels.attention.rotary import qk_norm_rotary, rotate, rotations
+from hybridrt.kernels.attention.paged_attention import (
+    CellPlaces,
+    RowContexts,
+    attend,
+    cell_places,
+    qk_norm_rotary,
+    rotate,
+    rotations,
+    store_at,
+)
 from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.core.slots import by_head, check_range

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.attention.rotary import qk_norm_rotary
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
 from hybridrt.kernels.core.records import Rope, SSMInputs, SSMWeights
 from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.vision import VisionSpec
-from hybridrt.kernels.attention.rotary import qk_norm_rotary
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
 from hybridrt.kernels.core.records import Rope
 from hybridrt.layers.weights import Build, CheckpointMap, Transform, parameter, unchanged, whole
 

@@ -19,7 +19,7 @@ from hybridrt.base.config_fields import EPSILON, LAYERS, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.vision import CLIP_MEAN, CLIP_STD, VisionSpec
-from hybridrt.kernels.attention.rotary import qk_norm_rotary
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.norm_activation import silu_and_mul
 from hybridrt.layers.norm import RMSNorm

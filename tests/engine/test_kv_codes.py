@@ -12,9 +12,9 @@ from hybridrt.attention import paged
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, SessionError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.kernels.attention import kv_write
+from hybridrt.kernels.attention import paged_attention
 from hybridrt.kernels.attention.kv_codes import encode
-from hybridrt.kernels.attention.kv_write import CellPlaces, NewCells
+from hybridrt.kernels.attention.paged_attention import CellPlaces, NewCells
 from hybridrt.mem_cache.pools.kv_pool import KVPool, KVScales
 from hybridrt.runtime.run import kv_scales
 from tests.models.test_models_parity import prompts
@@ -60,12 +60,12 @@ def test_a_model_computes_with_what_the_codes_stand_for(
     plain = Session(checkpoints[name].path)
     exact = [sample.logits for sample in plain.run(asked, chunk=16)]
     plain.runner.pools.kv.scales.update(kv.scales)
-    store_at = kv_write.store_at
+    store_at = paged_attention.store_at
 
     def rounded(caches: NewCells, places: CellPlaces) -> None:
         store_at([(cache, encode(new, scale).float() * scale, scale) for cache, new, scale in caches], places)
 
-    for module in (kv_write, paged):
+    for module in (paged_attention, paged):
         monkeypatch.setattr(module, "store_at", rounded)
     wanted = [sample.logits for sample in plain.run(asked, chunk=16)]
     for ours, theirs, before in zip(got, wanted, exact, strict=True):

@@ -6,9 +6,8 @@ from math import prod
 import pytest
 import torch
 
-from hybridrt.kernels.attention.kv_write import write_kv
 from hybridrt.kernels.attention.latent_attention import into_latent, latent_extend, write_latent
-from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend, write_kv
 from hybridrt.kernels.core.chunk_plan import plan_chunks
 from hybridrt.kernels.core.records import (
     AttentionPrompts,

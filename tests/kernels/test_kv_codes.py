@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from hybridrt.kernels.attention.kv_codes import encode, numbers
-from hybridrt.kernels.attention.kv_write import write_kv
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent, latent_extend, write_latent
-from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend
-from hybridrt.kernels.attention.rotary import qk_norm_rotary, rotary_write_kv
+from hybridrt.kernels.attention.paged_attention import (
+    attention_decode,
+    attention_extend,
+    qk_norm_rotary,
+    rotary_write_kv,
+    write_kv,
+)
 from hybridrt.kernels.core.records import (
     AttentionPrompts,
     AttentionRows,

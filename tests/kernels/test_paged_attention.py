@@ -5,8 +5,7 @@ import torch
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.attention import paged_attention
-from hybridrt.kernels.attention.kv_write import write_kv
-from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend, write_kv
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
 from tests.support.levels import sweep
 

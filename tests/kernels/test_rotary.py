@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.attention.rotary import qk_norm_rotary, rotary_write_kv
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary, rotary_write_kv
 from hybridrt.kernels.core.records import KVPlaces, Rope
 from hybridrt.kernels.dense.norm_activation import rms_norm
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.attention.kv_codes import as_bytes, numbers
-from hybridrt.kernels.attention.kv_write import store
-from hybridrt.kernels.attention.rotary import qk_norm_rotary
+from hybridrt.kernels.attention.paged_attention import qk_norm_rotary, store
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV, Rope
 from hybridrt.kernels.dense.norm_activation import rms_norm

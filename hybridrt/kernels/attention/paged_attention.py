@@ -1,4 +1,4 @@
-"""Softmax attention over a paged KV cache.
+"""Softmax attention over a paged KV cache, and rotary positions of its queries and keys.
 
 Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h //
 (Hq // Hkv)), D dim of queries and keys, Dv of values (see PagedKV), L the longest context. Token
@@ -6,6 +6,8 @@ slot: page * page_size + offset, as in `req_to_token[row, position]`. Page 0 is 
 written. No row reads another row's entries, so NaN in one request reaches no other.
 
 With sinks, a head's softmax is over its keys and one more score, whose value is zero.
+
+Rotary position embedding (Su et al. 2021) is in NeoX order: dimension i pairs with i + rot / 2.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,11 +18,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.attention.kv_codes import as_bytes, numbers
+from hybridrt.kernels.attention.kv_codes import as_bytes, encode, numbers
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
+from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
+from hybridrt.kernels.dense.norm_activation import rms_norm
 
 SCORES = 1 << 26  # at most so many scores of prompts with sinks are computed at once
+
+
+@operation(By("triton"))
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Stores k, v `[T, Hkv, D]` at token slots out_cache_loc `[T]` of the caches `[pages, page,
+    Hkv, D]`, in place; in float8_e4m3fn caches as codes (`kv_codes.py`). Page 0 is padding and not
+    written."""
+    store(((k_cache, k, k_scale), (v_cache, v, v_scale)), out_cache_loc)
+
+
+NewCells = Iterable[tuple[Tensor, Tensor, float]]  # a cache, what enters it, and the scale of codes
+
+
+def store(caches: NewCells, out_cache_loc: Tensor) -> None:
+    """`write_kv` in plain torch."""
+    caches = tuple(caches)
+    store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1]))
+
+
+class CellPlaces(NamedTuple):
+    """Places of tokens in the cells [pages * page, ...] of a cache, equal in all layers of a step.
+
+    Attributes:
+        cells: [T] int64; 0 for padding.
+        padding: [T] bool; None if it is known that there is none.
+    """
+
+    cells: Tensor
+    padding: Tensor | None
+
+
+def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
+    """The places of token slots [T] in pages of `page` tokens."""
+    slots = out_cache_loc.long()
+    if slots.device.type == "cpu" and (slots.numpy() >= page).all():
+        return CellPlaces(slots, None)
+    padding = slots < page
+    return CellPlaces(slots.masked_fill(padding, 0), padding)
+
+
+def store_at(caches: NewCells, places: CellPlaces) -> None:
+    for cache, new, scale in caches:
+        cells = cache.view(-1, *cache.shape[2:])
+        if cells.dtype == torch.float8_e4m3fn:
+            cells, values = as_bytes(cells), as_bytes(encode(new, scale))
+        else:
+            values = new.to(cells.dtype)
+        if places.padding is not None:
+            values = torch.where(places.padding[:, None, None], cells[:1], values)
+        cells.index_copy_(0, places.cells, values)
 
 
 @operation(By("triton"), By("sgl_kernel", priority=5))
@@ -231,3 +287,54 @@ def _attention_with_sinks(
     last = sinks.float().unsqueeze(-1).expand(*scores.shape[:-1], 1)
     weights = torch.cat((scores, last), -1).softmax(-1)[..., :-1]
     return (weights @ values.float()).to(query.dtype)
+
+
+def rotations(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, rot / 2] at `positions` [T] or [3, T], equal in all layers of a
+    table."""
+    found = rope.cos_sin.index_select(0, positions.flatten())
+    if positions.dim() == 2:
+        half = torch.arange(rope.cos_sin.shape[1] // 2, device=found.device)
+        axes = torch.zeros_like(half)
+        for axis in (1, 2):
+            axes[(half % 3 == axis) & (half < 3 * rope.sections[axis])] = axis
+        by_axis = found.view(*positions.shape, -1)
+        found = by_axis.gather(0, axes.repeat(2).expand(1, *by_axis.shape[1:]))[0]
+    cos, sin = found.unsqueeze(1).chunk(2, dim=-1)
+    return cos, sin
+
+
+def rotate(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`qk_norm_rotary` in plain torch, by the tokens' cosines and sines."""
+    cos, sin = by
+    normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
+    normed_k = k if rope.k_weight is None else rms_norm.reference(k, rope.k_weight, rope.eps)
+    # One tensor halves the operations, which bound a decode step on a CPU.
+    heads, half = torch.cat((normed_q, normed_k), dim=1).float(), cos.shape[2]
+    first, second, _ = heads.split_with_sizes((half, half, heads.shape[2] - 2 * half), dim=-1)
+    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    rotated_q, rotated_k = heads.to(q.dtype).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+    return rotated_q, rotated_k
+
+
+@operation(By("triton", "hybridrt.kernels.attention.rotary_triton:qk_norm_rotary_triton"))
+def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Normalizes q and k per head if there are weights (Qwen3-Next), then rotates the first `rot`
+    dims by position.
+
+    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` or `[3, T]` int32 or
+    int64: `Rope.sections` says which axis turns a pair.
+    Returns (q, k) in their dtypes: changed in place, or possibly views of one tensor.
+    """
+    return rotate(q, k, rope, rotations(rope, positions))
+
+
+@operation(By("triton", "hybridrt.kernels.attention.rotary_triton:rotary_write_kv_triton"))
+def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
+    """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the
+    rotated q."""
+    q, k = qk_norm_rotary.reference(q, k, positions, rope)
+    write_kv.reference(k, v, *places)
+    return q
