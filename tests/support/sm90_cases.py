@@ -272,7 +272,7 @@ def attention() -> Cases:
             tree["num_drafts"] = int32(batch) if tokens > 1 else None
             yield "attention_decode", cache | rows | tree | {"q": q, "req_to_token": int32(300, width)}
         q, k = meta(8192, query_heads, dim), meta(8192, kv_heads, dim)
-        # Long chunks, whose keys are copied, short ones, and one so short that tiles are halved.
+        # Long chunks (their keys are copied), short ones, and one so short that tiles are halved.
         for count, tokens, window in (
             (1, 8192, None), (1, 8192, 4096), (64, 128, None), (64, 128, 4096), (1, 128, None),
         ):  # fmt: skip

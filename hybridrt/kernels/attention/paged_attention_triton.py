@@ -66,8 +66,8 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, sees_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, sinks_ptr, rows, q_sb, q_st, q_sh, table_sr, sees_sb, sees_st, out_st, scale_log2,
     v_scale, T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr,
-    JOIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    WINDOW: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, JOIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [key heads and blocks of their query rows, parts of rows]: programs without a part start last. ROOM = 0: a
@@ -79,7 +79,7 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     head_block, own_part = tl.program_id(0), tl.program_id(1)
     b, first_part, number, used = own_part, own_part, 0, 1
     if ROOM > 0:
-        share, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+        share, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, JOIN > 0, BLOCK_N, BLOCK_B)
         b, first_part = row_of(own_part, parts)
         if b >= rows:
             return  # before `begin`: a row's first part waits there, and the kernel ends after it
@@ -92,7 +92,7 @@ def _attention_decode_kernel(  # type: ignore[no-untyped-def]
     origin, blocks = blocks_of(seq_len, T, WINDOW, BLOCK_N)
     first, end = 0, blocks
     if ROOM > 0:
-        part, used = parts_of(blocks, share, FEW, LEAST, WHOLE)
+        part, used = parts_of(blocks, share, FEW, LEAST, JOIN > 0)
         first, end = number * part, tl.minimum((number + 1) * part, blocks)
     if AHEAD:
         pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -237,14 +237,14 @@ def _join(  # type: ignore[no-untyped-def]
 def _attention_join_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, rows, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, ROOM: tl.constexpr,
-    FEW: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr,
+    FEW: tl.constexpr, LEAST: tl.constexpr, JOIN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head of a row of more than JOIN parts; others are joined. EARLY: loads the first parts with their
     sums, which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, WHOLE, BLOCK_N, BLOCK_B)
+    _, parts = parts_of_rows(seq_lens_ptr, rows, T, WINDOW, ROOM, FEW, LEAST, JOIN > 0, BLOCK_N, BLOCK_B)
     first_part, used = of_row(b, parts)
     joined = used <= JOIN
     if joined & (b + head > 0):
@@ -304,7 +304,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if join else None
     sharing = {name: tile[name] for name in ("ROOM", "FEW", "LEAST", "JOIN", "BLOCK_N", "BLOCK_D")}
-    sharing |= {"WHOLE": join > 0, "BLOCK_B": next_power_of_2(num_rows)}
+    sharing["BLOCK_B"] = next_power_of_2(num_rows)
     _attention_decode_kernel[(head_blocks, parts)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, mask, batch.num_drafts, out, partial,
         lse, arrivals, kv.sinks, num_rows, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
