@@ -69,7 +69,7 @@ def row(load: str, timings: Sequence[Timing]) -> dict[str, float | str]:
         "tokens/s": sum(t.output_tokens for t in done) / max(t.end for t in timings),
         "first mean": sum(first) / max(len(first), 1),
         **{f"first p{share}": percentile(first, share) for share in (50, 90, 99, 100)},
-        "between p99": percentile(gaps, 99),
+        **{f"between p{share}": percentile(gaps, share) for share in (50, 90, 99)},
         "short p99": percentile([1e3 * t.first for t in done if t.prompt_tokens < SHORT], 99),
     }
 

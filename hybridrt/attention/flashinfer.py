@@ -42,11 +42,14 @@ class PlannedRows:
 
 
 class FlashinferAttnBackend(PagedKVBackend):
-    """Plans on the host need all lengths, so a replay waits for them. 16-bit KV; no drafts that fork."""
+    """Plans on the host need all lengths, so a replay waits for them. 16-bit KV; no drafts that fork.
+
+    "auto" never chooses it: prompts take longer than with our kernels, and it compiles at the start
+    (benchmarks/log/libraries.md).
+    """
 
     provider, needs_host_lens, captures_prompts = "flashinfer", True, False
     head_dims, architectures = (64, 128, 256), (8, 9, 10, 12)
-    auto_prefill = ("cuda",)  # faster than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
