@@ -299,5 +299,8 @@ def test_inputs_after_a_conv_are_taken_as_they_are(mode, tokens):
 
 def test_a_conv_without_taps_and_with_silu_is_refused():
     layer = Layer([7], 1)
-    with pytest.raises(ConfigError, match="not in None"):
-        layer.step([0], 1, activation=None)
+    before = layer.states.clone()
+    layer.weights["weight"] = torch.ones(layer.channels, 0)
+    with pytest.raises(ConfigError, match="no activation without a conv"):
+        layer.step([0], 1)
+    assert same_bytes(layer.states, before)

@@ -245,6 +245,8 @@ def test_a_fused_step_s_conv_must_end_in_silu() -> None:
     before = layer.conv.clone(), layer.states.clone()
     with pytest.raises(ConfigError, match="ends in SiLU, not in None"):
         layer.step([0, 0], 1, activation=None)
+    with pytest.raises(ConfigError, match="applies SiLU to inputs without a conv"):
+        layer.step([0, 0], 1, activation=None, weight=torch.empty(CHANNELS, 0))
     assert same_bytes(layer.conv, before[0]) and same_bytes(layer.states, before[1])
 
 

@@ -20,6 +20,8 @@ from hybridrt.kernels.state.state_ring import check_step
 
 
 def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    if step.conv_weights.weight.shape[1] == 0 and not step.conv_weights.applied_before:
+        raise ConfigError("gdn_decode applies no activation without a conv: apply it before, and pass activation=None")
     check_step(qkv, step)
     if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
         raise ConfigError(
@@ -44,7 +46,8 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
 
     Raises:
         ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not
-            end in SiLU, or one of ring and step has gates of heads and the other of channels.
+            end in SiLU, there is an activation and no conv, or one of ring and step has gates of
+            heads and the other of channels.
     """
     state = step.state
     conved = conved_inputs(qkv, step, causal_conv1d_update.reference)

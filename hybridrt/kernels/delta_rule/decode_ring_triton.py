@@ -20,7 +20,7 @@ from hybridrt.kernels.core.jit_kernel_triton import jit_kernel
 from hybridrt.kernels.core.launch import cdiv, dot_precision, dot_width, next_power_of_2
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.core.records import FusedStep, GateWeights
-from hybridrt.kernels.delta_rule.kda_prepare_triton import prepare_channels
+from hybridrt.kernels.delta_rule.kda_prepare_triton import prepare_channels_kernel
 from hybridrt.kernels.state.conv_and_gates_triton import (
     L2_EPS,
     conv_one_token,
@@ -261,7 +261,7 @@ def gdn_ring_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, ste
     sizes |= {"TAPS": -1 if step.conv_weights.applied_before else weight.shape[1], "WC": conv.shape[2]}
     rows = step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length
     own = {"BLOCK_H": next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
-    prepare = prepare_channels if by_channel else _prepare_kernel
+    prepare = prepare_channels_kernel if by_channel else _prepare_kernel
     prepare[batch, key_heads](
         qkv, a, b, weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
         vectors, scores, decays, betas,

@@ -20,7 +20,7 @@ from hybridrt.kernels.state.state_ring_triton import decays_of_channels
 
 
 @jit_kernel
-def prepare_channels(  # type: ignore[no-untyped-def]
+def prepare_channels_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, conv_ptr, keys_ptr, gates_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,

@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import FusedStep, SSMInputs, SSMWeights
 from hybridrt.kernels.mamba.mamba2_replay import mamba2_replay
@@ -24,6 +25,8 @@ from hybridrt.kernels.state.state_ring import check_step
 
 
 def _check(xBC: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    if step.conv_weights.applied_before:
+        raise ConfigError('mamba2_decode applies SiLU to inputs without a conv: pass activation="silu"')
     check_step(xBC, step)
 
 
@@ -42,8 +45,8 @@ def mamba2_decode(
         [B, T, H, P] in xBC's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does
-            not end in SiLU.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv (or, if
+            there is none, its activation) is not SiLU.
     """
     conv_weights, state = step.conv_weights, step.state
     taps = conv_weights.weight.shape[1]
