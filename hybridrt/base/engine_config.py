@@ -145,7 +145,8 @@ class EngineConfig:
             counted; on a CPU, share of free main memory. None: 0.85 of a GPU; a quarter of free
             main memory for the pools.
         page_size: tokens in a KV page, a power of two.
-        chunked_prefill_size: most prompt tokens that one step computes.
+        chunked_prefill_size: most prompt tokens that one step computes. Next to decode rows they are fewer by the
+            tokens of these rows (drafts count), but at least half of it.
         target_itl_ms: target for the milliseconds between tokens of a request: steps with decode
             rows get prompt chunks so short that they end in that time (docs/serving.md). "auto": on
             a GPU, four times the time of the decode rows alone, or more if much work waits or one

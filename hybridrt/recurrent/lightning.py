@@ -40,7 +40,7 @@ class LightningMixer(nn.Module):
         out_scale: multiplier of the output, applied to its weights.
     """
 
-    kind, gates = "lightning", False
+    kind = "lightning"
     A: torch.Tensor
     no_taps: torch.Tensor
     steps: torch.Tensor

@@ -45,8 +45,8 @@ def mamba2_segments(config: Mamba2Config, tp: TPGroup, bias: bool = False) -> li
 
 
 class Mamba2Inputs(NamedTuple):
-    """xBC [T, x | B | C] before the conv, dt [T, H], z [T, H * P], the gate if the mixer has no
-    norm. Strided views are fine."""
+    """xBC [T, x | B | C] before the conv, dt [T, H], z [T, H * P] or None: with z the result is
+    y * silu(z). Strided views are fine."""
 
     xBC: torch.Tensor
     dt: torch.Tensor
@@ -54,11 +54,10 @@ class Mamba2Inputs(NamedTuple):
 
 
 class Mamba2Layer(RecurrentLayer, Protocol):
-    """What the backend reads of a mixer. `gates`: z gates the result."""
+    """What the backend reads of a mixer."""
 
     heads: int
     head_dim: int
-    gates: bool
 
     @property
     def conv_weights(self) -> ConvWeights: ...
@@ -96,7 +95,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
         self.conv_weights = ConvWeights(self.conv_weight, self.conv_bias)
         self.weights = SSMWeights(self.A, self.D, self.dt_bias, config.dt_limit)
-        self.norm, self.gates = None, gated_norm is None
+        self.norm = None
         if gated_norm is not None:
             (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
             self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
@@ -105,9 +104,10 @@ class Mamba2Mixer(nn.Module):
         """[T, z | x | B | C | dt], maybe a strided view, to [T, width], decode rows first. Without
         a norm, the result is in `out`."""
         z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
-        place = out if self.norm is None else z.new_empty(z.shape)
-        y: torch.Tensor = batch.attn_backend.run(self, batch, Mamba2Inputs(xBC, dt, z), place)
-        return y if self.norm is None else self.norm(y, z)
+        if self.norm is None:
+            gated: torch.Tensor = batch.attn_backend.run(self, batch, Mamba2Inputs(xBC, dt, z), out)
+            return gated
+        return self.norm(batch.attn_backend.run(self, batch, Mamba2Inputs(xBC, dt), z.new_empty(z.shape)), z)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found = {
@@ -183,12 +183,11 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
         cache, rows, conv_weights = self.layer_cache(layer.layer_id), segment.pool_rows, layer.conv_weights
         # On a CPU, neighbouring slots are updated where they are stored, once each row has K - 1 conv inputs.
         if rows and cache.ring_values is None and rows.first >= conv_weights.weight.shape[1] - 1:
-            pools, z = (cache.conv, cache.temporal), inputs.z if layer.gates else None
+            pools = cache.conv, cache.temporal
             if inputs.xBC.dtype == cache.conv.dtype == cache.temporal.dtype == torch.float32:
-                return mamba2_in_place(inputs.xBC, inputs.dt, z, conv_weights, layer.weights, *pools, rows, out)
+                return mamba2_in_place(*inputs, conv_weights, layer.weights, *pools, rows, out)
         xBC, dt, gate = segment.by_row(inputs.xBC), segment.by_row(inputs.dt), None
-        if layer.gates:
-            assert inputs.z is not None
+        if inputs.z is not None:
             gate = segment.by_row(inputs.z).unflatten(2, (layer.heads, layer.head_dim))
         place = None if out is None else out.view(*dt.shape, layer.head_dim)
         step = segment.fused_step(conv_weights, cache)
@@ -199,12 +198,9 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
         self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: ExtendSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         cache = self.layer_cache(layer.layer_id)
-        conved, z = self.conved_chunks(layer, segment, inputs.xBC), None
-        state = segment.state(cache)
+        conved, state = self.conved_chunks(layer, segment, inputs.xBC), segment.state(cache)
         x, B, C = split_conv_channels(conved, state.states.shape)
-        if layer.gates:
-            assert inputs.z is not None
-            z = by_head(inputs.z, layer.heads, layer.head_dim)
+        z = None if inputs.z is None else by_head(inputs.z, layer.heads, layer.head_dim)
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs.dt, B, C, z)
         y = self._scan(tokens, layer.weights, state, segment.prompts, out=place)

@@ -64,10 +64,12 @@ class CompressedRules(QuantRules):
     name: str = "compressed-tensors"
 
     def scheme(self, module: str) -> Scheme | None:
-        """An exact name comes before an expression, and that before a class of modules."""
+        """An exact name comes before an expression, and that before a class of modules. "Linear" also has modules of
+        other classes for which no group is named."""
         ways = (
             lambda target: target == module,
             lambda target: by_expression(target, module),
+            lambda target: target == _class_of(module),
             lambda target: target == "Linear",
         )
         found = (scheme for way in ways for targets, scheme in self.groups if any(map(way, targets)))
@@ -75,6 +77,12 @@ class CompressedRules(QuantRules):
 
     def leaves_plain(self, module: str) -> bool:
         return any(each == module or by_expression(each, module) for each in self.ignore)
+
+
+def _class_of(module: str) -> str:
+    """The class of torch that a module has, as far as names tell."""
+    last = module.rpartition(".")[2]
+    return "Conv1d" if last.endswith("conv1d") else "Embedding" if "embed" in last else "Linear"
 
 
 def compressed_rules(said: Mapping[str, Any], where: str) -> QuantRules:

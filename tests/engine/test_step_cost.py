@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hybridrt.engine.core.step_cost import StepCost, StepWork, _nonnegative_costs
 from hybridrt.kernels.core.records import SAVES_PER_PROMPT
 from hybridrt.runtime.step.pack_padded import make_buckets
-from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, SpanRows, StateCopy, StepPlan
 
 BUCKETS = sorted(make_buckets((0, 32, 64, 128, 256), (128, 256, 384, 512, 768, 1024)), key=sum)
 Truth = Callable[[StepWork], float]
@@ -208,7 +209,7 @@ def test_work_of_a_plan() -> None:
     plan = StepPlan(
         decode=decode, extend=[ExtendRow(3, 8, [1, 2, 3], 0, False, saves=[(1, 5)]), ExtendRow(4, 0, [1, 2], 0, True)]
     )
-    assert StepWork.from_plan(plan) == StepWork(4, 40, 2, 5, (8 + 1) + (0 + 1), 9 + 10 + 11 + 1 + 2, 1)
+    assert StepWork.from_plan(plan) == StepWork(4, 40, 2, 5, (8 + 1) + (0 + 1), 9 + 10 + 11 + 1 + 2, 1, True)
 
 
 @settings(max_examples=40, deadline=None)
@@ -267,3 +268,19 @@ def test_the_largest_graph_is_not_on_the_line_of_the_others() -> None:
         cost.observe([decode], 5e-3)
     short, long = (tokens / cost.predict(decode.with_chunk(0, tokens)) for tokens in (1024, 1536))
     assert short > 1.02 * long
+
+
+def test_steps_that_no_graph_runs_are_learnt_as_such() -> None:
+    """Drafts, embeddings of images and states of other workers: the runner runs these without a graph of prompts."""
+    plain = StepPlan(extend=[ExtendRow(1, 0, [3] * 8, 0, True)])
+    cost = StepCost(BUCKETS)
+    assert not plain.runs_eagerly and cost.has_graph(StepWork.from_plan(plain))
+    spans = SpanRows(np.zeros(1, np.int32), np.zeros(1, np.int32))
+    drafts = DecodeRows.from_rows([DecodeRow(2, 4, 1, [5])])
+    for changed in (
+        replace(plain, eager=True),
+        replace(plain, exports=[StateCopy(1, 8, 0)]),
+        replace(plain, decode=drafts),
+        replace(plain, extend=[ExtendRow(1, 0, [3] * 8, 0, True, embeddings=spans)]),
+    ):
+        assert changed.runs_eagerly and not cost.has_graph(StepWork.from_plan(changed))

@@ -99,7 +99,7 @@ def test_rows_that_cannot_be_updated_in_place(changed: dict[str, Any], monkeypat
     monkeypatch.setattr(mamba2, "mamba2_in_place", None)
     monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
     weights = ConvWeights(terms["weight"], terms["bias"])
-    layer: Any = SimpleNamespace(layer_id=0, gates=False, head_dim=P, conv_weights=weights, weights=None)
+    layer: Any = SimpleNamespace(layer_id=0, head_dim=P, conv_weights=weights, weights=None)
     segment = DecodeSegment(int32(1, 2), buffers, 1, None)
     assert backend.decode(layer, Mamba2Inputs(xBC, dt), segment).data_ptr() == out.data_ptr()
 
@@ -120,7 +120,7 @@ def test_steps_that_keep_the_state_take_the_general_path(
     monkeypatch.setattr(mamba2, "mamba2_in_place", None)
     monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
     inputs = Mamba2Inputs(torch.zeros(2 * tokens, 10), torch.zeros(2 * tokens, 4))
-    layer: Any = SimpleNamespace(layer_id=0, gates=False, head_dim=2, conv_weights=None, weights=None)
+    layer: Any = SimpleNamespace(layer_id=0, head_dim=2, conv_weights=None, weights=None)
     assert backend.decode(layer, inputs, segment).data_ptr() == out.data_ptr()
 
 

@@ -15,7 +15,7 @@ from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece, check_codes, decoded
 from hybridrt.layers.weights import Build, CheckpointMap
 from tests.support.live_bytes import LiveBytes
-from tests.support.quantised import KINDS, Written, gptq
+from tests.support.quantised import KINDS, Written, gptq, of_integers
 
 # Blocks of 4 x 8 and groups of 8, 16 and 32: two ranks cut each of them.
 WIDTH = {"fp8-blocks": 42, "fp8-exponents": 42, "int4-rows": 42, "nvfp4": 48, "nvfp4-ct": 48, "mxfp4": 96, "mxfp8": 96}
@@ -229,6 +229,33 @@ def test_an_embedding_and_its_logits(kind: str) -> None:
 def test_a_plain_layer_gets_the_decoded_matrix(kind: str) -> None:
     torch.manual_seed(8)
     matrix = KINDS[kind](24, WIDTH.get(kind, 40))
+    torch.testing.assert_close(decoded(matrix.module("x"), matrix.tensors), matrix.dense)
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "change"),
+    [
+        ("int4-groups", "weight_shape", lambda t: -t),
+        ("int4-groups", "weight_shape", lambda t: t[:0]),
+        ("int4-groups", "weight_shape", lambda t: t * 2**40),
+        ("int8-packed", "weight_shape", lambda t: t - torch.tensor([0, 4])),
+        ("gptq", "qweight", lambda t: t[:0]),
+        ("awq", "qweight", lambda t: t[:, :0]),
+    ],
+)
+def test_broken_tensors_are_not_decoded(kind: str, last: str, change: object) -> None:
+    """Nothing is allocated by what the file says."""
+    matrix = edited(kind, last, change)
+    with pytest.raises(CheckpointError, match=f"router.{last}"):
+        decoded(matrix.module("router"), matrix.tensors)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_zero_point_of_a_whole_matrix(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(11)
+    matrix = of_integers(Scheme("int8", "compressed", zeros=True))(24, 40)
+    for last in ("weight_scale", "weight_zero_point"):
+        matrix.tensors[last] = matrix.tensors[last].reshape(shape)
     torch.testing.assert_close(decoded(matrix.module("x"), matrix.tensors), matrix.dense)
 
 

@@ -65,6 +65,17 @@ def test_groups_are_found_by_name_then_expression_then_class(tmp_path: Path) -> 
     assert rules(tmp_path, said).scheme("model.layers.0.mlp.up_proj") is None
 
 
+def test_a_class_of_modules_comes_before_linear(tmp_path: Path) -> None:
+    said = compressed(INT4, FP8, FP8 | {"strategy": "tensor"})
+    groups = said["config_groups"]
+    groups["group_1"]["targets"], groups["group_2"]["targets"] = ["Embedding"], ["Conv1d"]
+    names = ("model.layers.0.mixer.in_proj", "model.embed_tokens", "backbone.embeddings", "model.layers.0.mixer.conv1d")
+    shown = ["int4 by 128 inputs", "fp8 by row", "fp8 by row", "fp8 by tensor"]
+    assert [str(rules(tmp_path, said).scheme(name)) for name in names] == shown
+    del groups["group_1"], groups["group_2"]
+    assert {str(rules(tmp_path, said).scheme(name)) for name in names} == {"int4 by 128 inputs"}
+
+
 def test_a_table_of_modules(tmp_path: Path) -> None:
     layers = {"a.in_proj": {"quant_algo": "FP8"}, "a.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
     found = rules(tmp_path, None, {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})

@@ -211,7 +211,7 @@ class EngineLoop:
             message = self._deliver_deltas(time.monotonic() - began)
             if not self._count:
                 self._engine.finish_launched()  # finished requests hold nothing
-            waits = bool(message.deltas) and self._engine.device_is_busy()
+            waits = bool(message.deltas) and self._engine.awaits_tokens()
         if waits:
             message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 

@@ -419,9 +419,9 @@ class Engine:
         """True while `step` has something to do: requests, launched steps, or deltas not read."""
         return bool(self._samples or self._launched or self._deltas.moved)
 
-    def device_is_busy(self) -> bool:
-        """True until the last launched step has ended. False if it samples nothing: its end is
-        unknown.
+    def awaits_tokens(self) -> bool:
+        """Whether the device computes tokens that can be read when the last launched step has ended. False for a step
+        that samples nothing, whose end is unknown, and for one whose sampling waits for masks.
         """
         with self.turns.now:
             return bool(self._launched) and not self._launched[-1][1].ready()
@@ -431,7 +431,7 @@ class Engine:
         `target_itl_ms`.
         """
         with self.turns.now:
-            if self.policy is None or not self.device_is_busy():
+            if self.policy is None or not self.awaits_tokens():
                 return 0.0
             step, handle = self._launched[-1]
             return 0.0 if handle.needs_masks else self.policy.spare_seconds(step.work, step.launched)

@@ -25,7 +25,7 @@ class RowView:
     Attributes:
         row, slot: its row, and its state slot; slot 0 without recurrent layers.
         prompt, cached: tokens of its prompt, and those that the prefix cache had.
-        computed: tokens with KV and state.
+        computed: tokens with KV and state in all steps that were read.
         output, most: output tokens that are known, and how many it gets at most.
         pages: KV pages that it reads, the cache's included.
         ring: in replay mode, the column of its state ring after the last entry; else None.

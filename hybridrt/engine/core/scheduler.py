@@ -1,4 +1,5 @@
-"""Chooses the requests and tokens of the next step. Host integers only; never waits for the device."""
+"""Chooses the requests and tokens of the next step, by host integers alone. It waits for the device only where a
+drafter runs a model (`Drafter.propose`)."""
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,7 +68,7 @@ class Scheduler:
 
     Args:
         coordinator: lends rows, slots and pages.
-        chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
+        chunked_prefill_size: as EngineConfig has it.
         drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows
             decode together.
         encoder: plans the tasks of an encoder; None: requests have no spans.

@@ -76,7 +76,7 @@ class StepWork(NamedTuple):
     @classmethod
     def from_plan(cls, plan: StepPlan) -> "StepWork":
         decode = plan.decode
-        work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()), eager=plan.eager)
+        work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()), eager=plan.runs_eagerly)
         for row in plan.extend:
             work = work.with_chunk(row.computed, len(row.tokens), len(row.saves))
         return work
@@ -198,7 +198,8 @@ class StepCost:
         return bool(self._buckets)
 
     def has_graph(self, work: StepWork) -> bool:
-        """Whether a graph runs a step that was made. Decode rows alone count as such."""
+        """Whether a graph has room for a step with prompts. Decode rows alone count as such. Of what the runner refuses
+        besides, this does not know prompts with log-probabilities or poolings and very long contexts."""
         return not work.prompt_tokens or self._bucket(work) is not None
 
     def observe(self, works: Sequence[StepWork], seconds: float, *, at_most: bool = False) -> None:

@@ -86,8 +86,8 @@ class TrafficPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds, self.cost, self.weights, self.clock = seconds, cost or StepCost(), weights or {}, clock
-        factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
-        self._least = factor / (factor - 1)
+        self._factor = max_ttft_factor or (AUTO_FACTOR if seconds is None else NUMBER_FACTOR)
+        self._least = self._factor / (self._factor - 1)
         self.backlog, self.passing = 0.0, MOST_PASSING
         self._last_end = self._last_read = 0.0
         self._unseen: list[StepWork] = []  # launched before the next awaited one
@@ -135,8 +135,8 @@ class TrafficPolicy:
         return ChunkBudget(tokens, self.cost, bound, work, most, shorter, repay)
 
     def bound(self, alone: float, pending: float, flooded: bool = False) -> float:
-        """The seconds in which a step shall end. `alone`: what it would take without prompts. `pending` and
-        `flooded` as for `budget`."""
+        """The seconds in which a step shall end. `alone`: what it would take without prompts. `pending`: predicted
+        seconds of the prompts that wait. `flooded` as for `budget`."""
         if self.seconds is not None:
             late = min(max(pending / LATE_SECONDS, 1.0), LATE_FACTOR)
             return max(self.seconds * late * (1 - self._margin), self._least * alone)
@@ -151,10 +151,11 @@ class TrafficPolicy:
 
     @property
     def wait_seconds(self) -> float:
-        """Predicted seconds until all prompts that are there are computed, next to decode rows and to
-        short prompts that pass them. Any thread may ask.
+        """Predicted seconds until all prompts that are there are computed, next to short prompts that pass them.
+        Without a target in milliseconds also next to decode rows, as many as `max_ttft_factor` allows; with one, what
+        they take is not known here. Any thread may ask.
         """
-        return self.backlog * (1.0 if self.seconds is not None else AUTO_FACTOR) / (1 - PASSING_SHARE)
+        return self.backlog * (self._factor if self.seconds is None else 1.0) / (1 - PASSING_SHARE)
 
     def note_passing(self, left: int, tokens: int) -> None:
         """A step was made. `tokens`: its prompt tokens. `left`: what it has not used of `passing`."""

@@ -239,7 +239,7 @@ class ReplicatedEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running or self._deltas.moved)
 
-    def device_is_busy(self) -> bool:
+    def awaits_tokens(self) -> bool:
         """False: this engine launches nothing itself."""
         return False
 

@@ -84,7 +84,7 @@ class EngineLimits:
 
     Attributes:
         max_model_len: longest prompt + output of a request, in tokens.
-        chunked_prefill_size: tokens of one step.
+        chunked_prefill_size: as EngineConfig has it.
         eos_token_ids: end a request unless it says `ignore_eos`.
         image_tokens: those of ModelConfig.
         spans: the spans that requests may have; None: no encoder runs.

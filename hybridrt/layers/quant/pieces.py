@@ -130,13 +130,19 @@ def set_multipliers(targets: CheckpointMap) -> None:
 
 def decoded(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:
     """The float32 matrix of a module's tensors, in the shape of its weight: for layers that take plain
-    weights only (routers, convolutions, latent projections)."""
+    weights only (routers, convolutions, latent projections).
+
+    Raises:
+        CheckpointError: a shape or a value that no such tensor has.
+    """
     scheme, layout = module.scheme, LAYOUTS[module.scheme.layout]
     stored = tensors[layout.codes]
+    if not stored.numel():
+        raise CheckpointError(f"{module.name}.{layout.codes} has shape {list(stored.shape)}; no side may be empty")
     flat = {last: t.flatten(1) if last == layout.codes else t for last, t in tensors.items()}
     own = StoredModule(module.name, scheme, {last: (t.dtype, tuple(t.shape)) for last, t in flat.items()})
     outputs = outputs_of(scheme, flat[layout.codes].shape)
-    inputs = _inputs_of(scheme, layout, flat)
+    inputs = _inputs_of(module.name, scheme, layout, flat)
     weight = PackedWeight(scheme, (outputs,), inputs, Build(TPGroup(), torch.float32, torch.device("cpu")))
     piece = PackedPiece(module.name, weight, 0, outputs, unchanged)
     for last, tensor in flat.items():
@@ -145,11 +151,17 @@ def decoded(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:
     return dense.view(stored.shape) if stored.dim() > 2 else dense
 
 
-def _inputs_of(scheme: Scheme, layout: Layout, tensors: Mapping[str, Tensor]) -> int:
-    """Inputs of a whole matrix. Packed ones may be fewer than their words hold."""
-    if layout.shape in tensors:
-        return int(tensors[layout.shape].flatten()[-1])
+def _inputs_of(name: str, scheme: Scheme, layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+    """Inputs of a whole matrix. Packed ones may be fewer than their words hold. CheckpointError: the file's shape says
+    another number of words."""
     shape, bits = tensors[layout.codes].shape, bits_of(scheme)
+    if layout.shape in tensors:
+        said, word = tensors[layout.shape].flatten().tolist(), 32 // bits
+        if len(said) != 2 or not (shape[1] - 1) * word < said[1] <= shape[1] * word:
+            raise CheckpointError(
+                f"{name}.{layout.shape} is {said}; {name}.{layout.codes} has room for {shape[1] * word} inputs"
+            )
+        return int(said[1])
     if scheme.layout == "awq":
         return shape[0]
     if scheme.layout.startswith("gptq"):
@@ -181,7 +193,9 @@ class ModuleScales:
         check_scales(scheme, key, scales)
         zeros, index, factor = held.get(layout.zeros), held.get(layout.index), held.get(layout.factor)
         if zeros is not None:
-            check_shape(f"{name}.{layout.zeros}", zeros, zeros_shape(scheme, grid, outputs))
+            wanted = zeros_shape(scheme, grid, outputs)
+            zeros = zeros.reshape(wanted) if zeros.shape in ((), (1,)) and wanted == (1, 1) else zeros
+            check_shape(f"{name}.{layout.zeros}", zeros, wanted)
             zeros = normal_zeros(scheme, zeros, outputs)
         if index is not None:
             index = checked_index(f"{name}.{layout.index}", index, inputs, grid[1])

@@ -53,7 +53,7 @@ class ModelRunner(StepRunner):
 
     Attributes:
         model_path, model_config: the checkpoint's directory and its config.
-        plan: rows, slots and pages that a scheduler may lend.
+        memory_plan: rows, slots and pages that a scheduler may lend.
         expert_loads: tokens that each rank's experts have computed.
         backend, pools: for callers that run the model themselves.
     """

@@ -1,6 +1,7 @@
-"""One step as data: the scheduler's plan for an executor, and its result. Host integers only.
+"""One step as data: the scheduler's plan for an executor, and its result.
 
-Msgspec structs, encoded as arrays: a plan goes to every rank in every step.
+Host data only: integers, sampling parameters, and the patches of images that are to be encoded. Encoded as arrays: a
+plan goes to every rank in every step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -236,10 +237,14 @@ class SpanRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of a prompt. `sample` is set on the last chunk, and its last position gives the next
-    token; on others `following` is the prompt's next token.
+    """A chunk of a prompt, or, after a retraction, of a prompt and the output that it had. `sample` is set on the last
+    chunk, and its last position gives the next token; on others `following` is the prompt's next token.
 
     Attributes:
+        row: of the request.
+        computed: tokens of the request before the chunk.
+        tokens: token ids of the chunk.
+        output_index: the number, in the output, of the token that is sampled.
         read_state_slot: the state before the chunk, of a cached prefix, or OWN_SLOT. The state
             after the chunk goes to the row's own slot.
         saves: (number of tokens, slot), in order: the state after so many of the chunk's tokens, 1
@@ -302,6 +307,14 @@ class StepPlan:
     after_encoder: int = 0
     constrained: list[int] = field(default_factory=list)
     eager: bool = False
+
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether no graph of prompts runs it, whatever its size: the scheduler said so, it verifies drafts, copies
+        states of other workers, or takes embeddings of images."""
+        drafts = len(self.decode.drafts) > 0
+        embeds = any(row.embeddings is not None for row in self.extend)
+        return self.eager or drafts or embeds or bool(self.imports or self.exports)
 
 
 # Natural logarithms: the token's own first, then the likeliest.
