@@ -59,10 +59,10 @@ def write_model(config: Path, folder: Path) -> None:
 
 
 class Client:
-    """Sends batches to a server. `tokens` grows with each prompt, so that none comes twice."""
+    """Sends batches to a server. Each has a seed of its own, so that no prompt comes twice."""
 
     def __init__(self, url: str) -> None:
-        self.url, self._sent = url, 0
+        self.url, self._batches = url, 0
 
     def answer(self, prompt: list[int], tokens: int) -> None:
         """Waits for a whole answer of `tokens` tokens."""
@@ -76,14 +76,15 @@ class Client:
 
     def seconds(self, count: int, length: int, tokens: int) -> float:
         """Seconds until `count` new prompts that are sent at once have their answers."""
-        self._sent += 1
-        batch = prompts(count, length, VOCAB, seed=self._sent)
+        self._batches += 1
+        batch = prompts(count, length, VOCAB, seed=self._batches)
         with ThreadPoolExecutor(count) as pool:
             start = time.perf_counter()
             list(pool.map(self.answer, batch, [tokens] * count))
             return time.perf_counter() - start
 
     def decode_ms(self, batch: int, context: int) -> float:
+        """Milliseconds of a decode step of `batch` requests around `context` tokens of context."""
         length = context - (FIRST + LAST) // 2
         return (self.seconds(batch, length, LAST) - self.seconds(batch, length, FIRST)) / (LAST - FIRST) * 1e3
 
@@ -183,17 +184,12 @@ def main() -> None:
             stem = results / f"{args.config.name}-{name}"
             rows = list[dict[str, Any]]()
             with serving(command, Path(folder), Path(f"{stem}.log")) as (client, seconds):
-                found = {
-                    "environment": environment(),
-                    "command": command,
-                    "start_seconds": round(seconds, 1),
-                    "rows": rows,
-                }
+                facts = {"environment": environment(), "command": command, "start_seconds": round(seconds, 1)}
                 print(f"{name}: first answer after {seconds:.1f} s", flush=True)
                 for each in measure(client, args):
                     rows.append(each)
                     print(name, shown(each), flush=True)
-                    Path(f"{stem}.json").write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+                    Path(f"{stem}.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
