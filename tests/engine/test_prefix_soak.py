@@ -6,7 +6,7 @@ import pytest
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches, prefix_store
-from hybridrt.engine.core import followers
+from hybridrt.engine.core import prompt_waiters
 from hybridrt.engine.core.step_cost import StepCost
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.mem_cache.pools.slab_plan import SlabPlan
@@ -94,11 +94,11 @@ def soak(
     policy: TrafficPolicy | None = None,
 ) -> dict[str, int]:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
-    monkeypatch.setattr(followers, "LEAST_SHARED", 3)
+    monkeypatch.setattr(prompt_waiters, "LEAST_SHARED", 3)
     monkeypatch.setattr(prefix_store, "SPACED", 8)
     talks = Talks(seed, windows, slabs, policy)
     talks.run(steps)
-    assert not talks.rig.engine._scheduler.num_waiting and not talks.rig.engine._scheduler._followers._leaders
+    assert not talks.rig.engine._scheduler.num_waiting and not talks.rig.engine._scheduler._waiters._sources
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     trees = [store.tree, *([] if store.tier is None else [store.tier.tree])]
     assert len(trees) == 2 and sum(1 for tree in trees for _ in tree.nodes()) < MAX_NODES
@@ -124,8 +124,10 @@ def test_random_conversations_with_a_policy(seed: int, windows: Windows, monkeyp
     """Prompts wait for each other and leave spaced states, in graphs of both kinds."""
     saves = (StateSaves.SECOND_PASS, StateSaves.AT_CHUNKS)[seed % 2]
     monkeypatch.setattr(pack_padded, "TAIL", 3)
-    held, hold = list[str](), followers.Followers.hold
-    monkeypatch.setattr(followers.Followers, "hold", lambda *args: (held.append(args[1].request_id), hold(*args)))
+    held, hold = list[str](), prompt_waiters.PromptWaiters.hold
+    monkeypatch.setattr(
+        prompt_waiters.PromptWaiters, "hold", lambda *args: (held.append(args[1].request_id), hold(*args))
+    )
     assert soak(seed, 300, monkeypatch, windows, policy=TrafficPolicy(cost=StepCost([Bucket(4, 9)], saves)))["hit"]
     assert len(held) > 10
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
 from hybridrt.engine.cache import host_fetches, prefix_store
-from hybridrt.engine.core import followers
+from hybridrt.engine.core import prompt_waiters
 from hybridrt.engine.core.step_cost import StepCost
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
 from hybridrt.engine.request.sample_request import Request
@@ -415,7 +415,7 @@ def test_a_prompt_that_was_aborted_has_no_state_at_an_even_distance() -> None:
 def test_who_waits_for_a_state_at_an_even_distance_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the step turns out to have no graph, which saves one state."""
     monkeypatch.setattr(prefix_store, "SPACED", 12)
-    monkeypatch.setattr(followers, "LEAST_SHARED", 3)
+    monkeypatch.setattr(prompt_waiters, "LEAST_SHARED", 3)
     policy = TrafficPolicy(cost=StepCost([Bucket(0, 3)]))
     rig = rig_with_cache(rows=6, grid=2, slots=24, pages=200, chunk=40, policy=policy)
     for name, own in (("leader", 39), ("36", 36), ("34", 34), ("27", 27)):

@@ -17,7 +17,7 @@ from hybridrt.engine.core.client_queues import (
     ClientQueues,
     PromptOrder,
 )
-from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.prompt_waiters import PromptWaiters
 from hybridrt.engine.core.scheduler import AGE_SECONDS, Scheduler
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
 from hybridrt.engine.core.traffic_policy import MOST_PASSING, SHARED_SECONDS, TrafficPolicy
@@ -54,7 +54,7 @@ class Queue:
 
     def next(self, count: int) -> tuple[list[Request], int]:
         """The next waiting ones of a step, which leave the queue, and what may pass after them."""
-        order, found = PromptOrder(self.queues, Followers(Rig(cache=True).pools.prefixes), ()), list[Request]()
+        order, found = PromptOrder(self.queues, PromptWaiters(Rig(cache=True).pools.prefixes), ()), list[Request]()
         for _ in range(count):
             first = order.next()
             assert first is not None
@@ -228,7 +228,7 @@ def test_the_backlog_is_what_is_left_of_all_prompts() -> None:
 
 def test_a_request_waits_for_what_a_running_prompt_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The running prompt leaves a state where the other one parts, and is passed by nobody meanwhile."""
-    monkeypatch.setattr("hybridrt.engine.core.followers.LEAST_SHARED", 8)
+    monkeypatch.setattr("hybridrt.engine.core.prompt_waiters.LEAST_SHARED", 8)
     rig = Rig(
         rows=3, slots=12, pages=90, max_model_len=64, chunk=8, replay=True, cache=True, grid=4, policy=TrafficPolicy()
     )
@@ -237,7 +237,7 @@ def test_a_request_waits_for_what_a_running_prompt_computes(monkeypatch: pytest.
     rig.step()
     rig.add([*text[:30], 9, 9], "second", max_tokens=3, ignore_eos=True)
     rig.add([9, *text], "other", max_tokens=3, ignore_eos=True)
-    assert rig.engine._scheduler._followers and rig.engine.counters().waiting == 2
+    assert rig.engine._scheduler._waiters and rig.engine.counters().waiting == 2
     rig.run()
     cached = {name: output.metrics.cached_tokens for (name, _), output in rig.outputs.items()}
     assert cached == {"first": 0, "second": 28, "other": 0}

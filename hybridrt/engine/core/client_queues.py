@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from hybridrt.engine.core.followers import Followers
+from hybridrt.engine.core.prompt_waiters import PromptWaiters
 from hybridrt.engine.core.scheduler import goes_first_from
 from hybridrt.engine.core.step_cost import PromptWork
 from hybridrt.engine.core.traffic_policy import TrafficPolicy
@@ -247,9 +247,9 @@ class PromptOrder:
             delay short ones by its own time.
     """
 
-    def __init__(self, queues: ClientQueues, followers: Followers, admitted: Sequence[Request]) -> None:
+    def __init__(self, queues: ClientQueues, waiters: PromptWaiters, admitted: Sequence[Request]) -> None:
         self.passing = queues.policy.passing
-        self._queues, self._followers, self._policy = queues, followers, queues.policy
+        self._queues, self._waiters, self._policy = queues, waiters, queues.policy
         self.admits = True
         self._admitted = dict[str, list[Request]]()  # by client
         for request in admitted:
@@ -297,5 +297,5 @@ class PromptOrder:
 
     def _ratio(self, request: Request) -> float:
         policy = self._policy
-        waited = policy.waited(request) + self._followers.waited(request, policy.clock())
+        waited = policy.waited(request) + self._waiters.waited(request, policy.clock())
         return policy.ratio(waited, PromptWork.between(request.computed, request.prefill_end))

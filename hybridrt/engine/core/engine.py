@@ -301,7 +301,7 @@ class Engine:
         try:
             self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
             if self.policy is not None:
-                self.policy.note_launch(scheduled.work, scheduled.asked, scheduled.launched)
+                self.policy.note_launch(scheduled.work, scheduled.asked, scheduled.planned)
             self._coordinator.launched(scheduled.plan)
             self._samples.totals.count_launch(scheduled.plan)
         except Exception as e:
@@ -434,7 +434,7 @@ class Engine:
             if self.policy is None or not self.awaits_tokens():
                 return 0.0
             step, handle = self._launched[-1]
-            return 0.0 if handle.needs_masks else self.policy.spare_seconds(step.work, step.launched)
+            return 0.0 if handle.needs_masks else self.policy.spare_seconds(step.work, step.planned)
 
     def wait_seconds(self) -> float:
         """Predicted seconds until the prompts of all requests are computed: 0 without

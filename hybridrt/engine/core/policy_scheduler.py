@@ -7,7 +7,7 @@ import msgspec
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.client_queues import ClientQueues, PromptOrder
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
-from hybridrt.engine.core.followers import Place
+from hybridrt.engine.core.prompt_waiters import Place
 from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.core.scheduler import Scheduler, most_idle
 from hybridrt.engine.core.step_cost import PromptWork, StepWork
@@ -48,23 +48,23 @@ class PolicyScheduler(Scheduler):
 
     def _queue(self, request: Request, known: int) -> None:
         if (place := self._place_for(request)) is not None:
-            self._followers.hold(request, place)
+            self._waiters.hold(request, place)
         else:
             self.queues.add(request, PromptWork.between(known, len(request.prompt) + len(request.output)))
         self._note_backlog()
 
     def _place_for(self, request: Request) -> Place | None:
-        return self._followers.place_for(request)
+        return self._waiters.place_for(request)
 
     def schedule(self) -> ScheduledStep | None:
         asked, step = self._policy.clock(), super().schedule()
         if step is not None:
-            step.asked, step.launched = asked, self._policy.clock()
+            step.asked, step.planned = asked, self._policy.clock()
             step.work = StepWork.from_plan(step.plan)
         return step
 
     def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
-        self._policy.ended(step.work, step.launched, sum(gained), step.late, step.read)
+        self._policy.ended(step.work, step.planned, sum(gained), step.late, step.read)
         super().step_consumed(step, gained)
 
     def clear(self) -> None:
@@ -90,7 +90,7 @@ class PolicyScheduler(Scheduler):
         decode = step.plan.decode
         self.queues.end_floods(admitted)
         budget = self._policy.budget(self._most_tokens(decode), decode, self.pending, flooded=self.queues.flooded)
-        order, idle = PromptOrder(self.queues, self._followers, admitted), 0
+        order, idle = PromptOrder(self.queues, self._waiters, admitted), 0
         while order and budget.room() and (request := order.next()) is not None:
             if is_new := request.row is None:
                 if self._waits_for_others(request):
@@ -140,7 +140,7 @@ class PolicyScheduler(Scheduler):
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         if not super()._admit(request, plan):
             return False
-        self._followers.add_leader(request)
+        self._waiters.add_source(request)
         return True
 
     def _note_backlog(self) -> None:

@@ -20,7 +20,7 @@ class ScheduledStep:
             other chunks), in the plan's order: decode rows, then extend rows.
         max_new_tokens: the sum of these numbers.
         work: what its time is predicted from.
-        asked, launched, read: when its scheduling began and ended, and when its result was read, by the clock of the
+        asked, planned, read: when its scheduling began and ended, and when its result was read, by the clock of the
             scheduler's policy. Without a policy neither these nor `work` are set.
         began: by `time.perf_counter`.
         late: the device finished before the host read the result, so its duration is unknown.
@@ -31,7 +31,7 @@ class ScheduledStep:
     max_new_tokens: int = 0
     work: StepWork = NO_WORK
     asked: float = 0.0
-    launched: float = 0.0
+    planned: float = 0.0
     read: float | None = None
     late: bool = False
     began: float = field(default_factory=time.perf_counter)

@@ -12,7 +12,7 @@ from hybridrt.base.spans import mrope_positions
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.draft_rows import needs_tokens, propose_drafts
 from hybridrt.engine.core.encoder_tasks import EncoderTasks
-from hybridrt.engine.core.followers import Followers, Place
+from hybridrt.engine.core.prompt_waiters import Place, PromptWaiters
 from hybridrt.engine.core.scheduled_step import ScheduledStep
 from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
@@ -92,7 +92,7 @@ class Scheduler:
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
         self._drafter = drafter
-        self._followers = Followers(coordinator.prefixes)
+        self._waiters = PromptWaiters(coordinator.prefixes)
         # Requests that are queued again when the next step is made, or once their prefix has been fetched.
         self._aside: list[Request] = []
         self._in_flight = 0
@@ -102,14 +102,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.queues) + len(self._aside) + len(self._followers)
+        return len(self.queues) + len(self._aside) + len(self._waiters)
 
     @property
     def waiting(self) -> Iterator[Request]:
         """Those that wait for a prefix from main memory, then others in their present order, then
         those that wait for a prompt.
         """
-        return chain(self._aside, self.queues, self._followers)
+        return chain(self._aside, self.queues, self._waiters)
 
     def add(self, request: Request) -> None:
         self._queue(request, self._coordinator.prefixes.expect(request))
@@ -117,13 +117,13 @@ class Scheduler:
     def _queue(self, request: Request, known: int) -> None:
         """`known`: its tokens that are cached."""
         if (place := self._place_for(request)) is not None:
-            self._followers.hold(request, place)
+            self._waiters.hold(request, place)
         else:
             insort(self._first_come, request, key=_first_come_key)
 
     def _place_for(self, request: Request) -> Place | None:
         """Where a request should wait for the first sample of the same prompt. None: it should not."""
-        return None if request.leader is None else self._followers.place_for(request)
+        return None if request.leader is None else self._waiters.place_for(request)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from now on; None if nothing can run before a launched
@@ -191,8 +191,8 @@ class Scheduler:
             elif not request.in_flight:
                 self._coordinator.release(request)
         for request, _ in step.rows[-len(extend) :] if extend else ():
-            if request.leads:
-                self._release_followers(request)
+            if request.is_source:
+                self._release_waiters(request)
         if self._drafter is not None:
             moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
@@ -241,8 +241,8 @@ class Scheduler:
         self._coordinator.drop_prefix(request, length, whole=True)
 
     def _remove_waiting(self, request: Request) -> None:
-        if request in self._followers:
-            self._followers.drop(request)
+        if request in self._waiters:
+            self._waiters.drop(request)
         elif request in self._aside:
             self._aside.remove(request)
         else:
@@ -250,13 +250,13 @@ class Scheduler:
         self._coordinator.prefixes.forget(request)
         if self._coordinator.fetches is not None:
             self._coordinator.fetches.cancel(request.arrival)
-        self._aside += self._followers.end_leader(request)
+        self._aside += self._waiters.end_source(request)
 
-    def _release_followers(self, leader: Request) -> None:
-        """Queues the followers of a leader that its consumed step has made ready."""
-        if leader.finish_reason is None and leader.row is not None:
-            followers = self._followers
-            self._aside += followers.end_leader(leader) if leader.shared else followers.release_ready(leader)
+    def _release_waiters(self, source: Request) -> None:
+        """Queues the requests that waited for a prompt whose consumed step has made them ready."""
+        if source.finish_reason is None and source.row is not None:
+            waiters = self._waiters
+            self._aside += waiters.end_source(source) if source.shared else waiters.release_ready(source)
 
     def _queue_again(self) -> None:
         again, self._aside = self._aside, []
@@ -274,7 +274,7 @@ class Scheduler:
     def clear(self) -> None:
         self.failed()
         self.queues.clear()
-        self._followers.clear()
+        self._waiters.clear()
         self._aside.clear()
         self._in_flight, self._order = 0, None
         for request in list(self.running.values()):
@@ -285,8 +285,8 @@ class Scheduler:
         self._order = None
         if request.spans and self.encoder is not None:
             self.encoder.forget(request)
-        if request.leads and not request.shared:
-            self._aside += self._followers.end_leader(request)
+        if request.is_source and not request.shared:
+            self._aside += self._waiters.end_source(request)
         if self._drafter is not None:
             self._drafter.end_request(request)
 
@@ -387,7 +387,7 @@ class Scheduler:
         if it should not."""
         if (place := self._place_for(request)) is not None:
             self.queues.remove(request)
-            self._followers.hold(request, place)
+            self._waiters.hold(request, place)
             return True
         if self._coordinator.waits(request):
             self.queues.remove(request)

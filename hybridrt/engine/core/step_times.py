@@ -9,9 +9,9 @@ LAST_STEPS = 240
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """A step whose result was read. launched, read: when, by `time.perf_counter`."""
+    """A step. began, read: when its scheduling began and its result was read, by `time.perf_counter`."""
 
-    launched: float
+    began: float
     read: float
     decode_rows: int
     prompt_tokens: int
@@ -23,7 +23,7 @@ class StepsView:
 
     Attributes:
         total: steps that were launched since the engine was built.
-        milliseconds: from the launch of a step, or the result of the one before if that came later,
+        milliseconds: from the scheduling of a step, or the result of the one before if that came later,
             to its own result. A step that overlaps another one is counted once.
         decode_rows, prompt_tokens: what each step computed.
     """
@@ -38,7 +38,7 @@ class StepsView:
         """`steps`: the latest ones, oldest first."""
         steps, milliseconds, last_read = tuple(steps), list[float](), 0.0
         for step in steps:
-            milliseconds.append(round(1000 * (step.read - max(step.launched, last_read)), 3))
+            milliseconds.append(round(1000 * (step.read - max(step.began, last_read)), 3))
             last_read = step.read
         rows, tokens = tuple(step.decode_rows for step in steps), tuple(step.prompt_tokens for step in steps)
         return cls(total, tuple(milliseconds), rows, tokens)

@@ -25,8 +25,9 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # into chunks that are slower for each token; with all of that work, three short prompts at once make a long step.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 2, 20, 0.075
 # With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: longer steps compute more
-# prompt tokens a second, and the longest wait depends on that rate. In a server a step without a
-# graph is seldom launched in less than 90 ms, so a lower bound leaves none of these.
+# prompt tokens a second, and the longest wait depends on that rate. It must be longer than the launch of a step without
+# a graph (70 to 190 ms in a server, Falcon-H1-7B on an H200: benchmarks/log/serving.md, "Steps without a graph as an
+# H200 has them"): with a lower bound no such step would ever be taken.
 DEEP_SHARE, DEEP_SECONDS = 1 / 10, 0.0935
 # Without a number of milliseconds, a longer chunk is taken if all that waits is then computed SAVED seconds sooner,
 # or if it computes 1 / LEAST_SHORTER times as many tokens a second. It never is for less than SHORTER says.
@@ -169,14 +170,14 @@ class TrafficPolicy:
         """The response ratio of a prompt."""
         return 1 + waited / self.prompt_seconds(work)
 
-    def spare_seconds(self, work: StepWork, launched: float) -> float:
+    def spare_seconds(self, work: StepWork, planned: float) -> float:
         """How long scheduling of the next step can be put off while this one runs as the last one:
-        more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
+        more prompts can join then. 0 if its end is unknown. `planned`: when its scheduling ended, by `clock`.
         """
         seconds = self.cost.predict(work)
         if seconds is None or self._unseen:
             return 0.0
-        end = max(launched, self._last_read) + seconds * (1 - self._margin)
+        end = max(planned, self._last_read) + seconds * (1 - self._margin)
         return max(end - self._lead - self.clock(), 0.0)
 
     @property
@@ -187,28 +188,27 @@ class TrafficPolicy:
     def _margin(self) -> float:
         return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
 
-    def note_launch(self, work: StepWork, asked: float, launched: float) -> None:
-        """A step was launched just now. `asked`: when its scheduling began, `launched`: when it ended, by `clock`."""
+    def note_launch(self, work: StepWork, asked: float, planned: float) -> None:
+        """A step was launched just now. `asked`: when its scheduling began, `planned`: when it ended, by `clock`."""
         now = self.clock()
         self._hosts[work.prompt_tokens > 0].append(now - asked)
         if not self.cost.has_graph(work):
-            self._launches.append((launched, now))
-            self.cost.note_launch(now - launched)
+            self._launches.append((planned, now))
+            self.cost.note_launch(now - planned)
 
-    def ended(
-        self, work: StepWork, launched: float, gained: int, late: bool = False, read: float | None = None
-    ) -> None:
+    def ended(self, work: StepWork, planned: float, gained: int, late: bool = False, read: float | None = None) -> None:
         """Observes a step that was read. Call it in launch order.
 
         Args:
-            launched: when, by `clock`. read: likewise; None: now. The host may have needed milliseconds for its tokens
+            planned: when its scheduling ended, by `clock`.
+            read: when its result was read, likewise; None: now. The host may have needed milliseconds for its tokens
                 since, and the next step has run.
             gained: tokens of all its rows; 0: it was not waited for, or failed.
             late: it had ended before it was read, because the launch of the next one took longer.
                 Its end would be seen too late, and the next step would seem to need no time.
         """
         if not self._unseen:
-            self._unseen_start = launched
+            self._unseen_start = planned
         self._unseen.append(work)
         if not gained or (late and len(self._unseen) < _LATE_STEPS):
             return
@@ -222,14 +222,14 @@ class TrafficPolicy:
         too_short = self._end_is_late and not late  # it began before that end was seen
         self._last_end, self._unseen, self._end_is_late = now, [], late
         if end > start and not too_short:
-            self.cost.observe(works, end - start, at_most=self._waited(works, launched, end - start, late))
+            self.cost.observe(works, end - start, at_most=self._waited(works, planned, end - start, late))
 
-    def _waited(self, works: Iterable[StepWork], launched: float, seconds: float, late: bool) -> bool:
+    def _waited(self, works: Iterable[StepWork], planned: float, seconds: float, late: bool) -> bool:
         """Whether the device waited for launches of steps without a graph, in `seconds` until now. Without any graph
         of prompts (on a CPU a launch computes the step) each takes as long as its launch."""
         if not self.cost.graphs or all([self.cost.has_graph(work) for work in works]):
             return False
-        launch_end = dict(self._launches).get(launched, -math.inf)
+        launch_end = dict(self._launches).get(planned, -math.inf)
         return late or self.clock() - launch_end <= LAUNCH_SHARE * seconds
 
 

@@ -114,7 +114,7 @@ class Request:
         pooled: sum of the hidden states so far, [hidden] float32.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
-        leads: others wait for its prompt, or may (hybridrt.engine.core.followers).
+        is_source: others wait for its prompt, or may (hybridrt.engine.core.prompt_waiters).
         client: name of who sent it.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
@@ -168,7 +168,7 @@ class Request:
     answer_gap: int = 0
     shared: bool = False
     leader: "Request | None" = None
-    leads: bool = False
+    is_source: bool = False
     client: str = ""
     boundaries: Sequence[int] = ()
     prefill_end: int = 0
