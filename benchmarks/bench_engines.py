@@ -15,7 +15,6 @@ log for each engine and model.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
@@ -23,22 +22,20 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_offline import FIRST, LAST, shapes, sizes
-from benchmarks.bench_traffic import row, shown
+from benchmarks.bench_traffic import play, shown
 from benchmarks.common import environment, prompts
-from hybridrt.bench.http_load import Target, new_event_loop, run_load
-from hybridrt.bench.suites import ALL, SUITE, VOCAB, chosen
-from hybridrt.bench.workload import make_work
+from hybridrt.bench.http_load import Target
+from hybridrt.bench.suites import ALL, SUITE, VOCAB
 
 PORT, START_SECONDS, ANSWER_SECONDS, END_SECONDS = 8123, 900, 300, 30
 
@@ -88,16 +85,6 @@ class Client:
         length = context - (FIRST + LAST) // 2
         return (self.seconds(batch, length, LAST) - self.seconds(batch, length, FIRST)) / (LAST - FIRST) * 1e3
 
-    def play(self, load: str, extra: dict[str, Any]) -> dict[str, float | str]:
-        """A load of the suite."""
-        workload, concurrency = chosen(load)[load]
-        target = Target(self.url, "m", None, {"temperature": 0.0, **extra})
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            timings = runner.run(run_load(target, make_work(workload), concurrency)).timings
-        for error in sorted({t.error for t in timings if t.error is not None})[:3]:
-            print(f"failed: {error}", file=sys.stderr)
-        return row(load, timings)
-
 
 @contextmanager
 def serving(command: str, model: Path, log: Path) -> Iterator[tuple[Client, float]]:
@@ -119,20 +106,12 @@ def serving(command: str, model: Path, log: Path) -> Iterator[tuple[Client, floa
                 time.sleep(0.5)
         yield client, time.perf_counter() - start
     finally:
-        for ending in (signal.SIGINT, signal.SIGKILL):
-            if process.poll() is None or ending == signal.SIGKILL:
-                _signal(process.pid, ending)
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
-
-
-def _signal(group: int, number: int) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(END_SECONDS)
+        with suppress(ProcessLookupError):  # what it has started may go on without it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(END_SECONDS)
 
 
 def measure(client: Client, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -146,7 +125,7 @@ def measure(client: Client, args: argparse.Namespace) -> Iterator[dict[str, Any]
         seconds = statistics.median(client.seconds(count, length, 1) for _ in range(args.repeats))
         yield {"what": f"prefill {count}x{length}", "tok/s": round(count * length / seconds)}
     for load in args.loads:
-        yield client.play(load, args.extra)
+        yield play(Target(client.url, "m", None, {"temperature": 0.0, **args.extra}), load)
 
 
 def engine(text: str) -> tuple[str, str]:

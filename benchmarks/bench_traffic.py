@@ -74,10 +74,9 @@ def row(load: str, timings: Sequence[Timing]) -> dict[str, float | str]:
     }
 
 
-def play(url: str, load: str, seed: int) -> dict[str, float | str]:
+def play(target: Target, load: str, seed: int = 0) -> dict[str, float | str]:
     """A load on a server."""
     workload, concurrency = chosen(load, seed)[load]
-    target = Target(url, "m", None, {"return_token_ids": True, "temperature": 1.0})
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         timings = runner.run(run_load(target, make_work(workload), concurrency)).timings
     for error in sorted({t.error for t in timings if t.error is not None})[:3]:
@@ -139,7 +138,8 @@ def main() -> None:
         with server(args.tree[0], args.model.resolve(), {"target_itl_ms": value, **args.engine}) as url:
             for seed in map(int, args.seeds.split(",")):
                 for load in loads:
-                    rows.append({"target": target, "seed": seed} | play(url, load, seed))
+                    asked = Target(url, "m", None, {"return_token_ids": True, "temperature": 1.0})
+                    rows.append({"target": target, "seed": seed} | play(asked, load, seed))
                     if len(rows) == 1:
                         print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
                     print(shown(rows[-1]), flush=True)

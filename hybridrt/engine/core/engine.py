@@ -420,8 +420,8 @@ class Engine:
         return bool(self._samples or self._launched or self._deltas.moved)
 
     def awaits_tokens(self) -> bool:
-        """Whether the device computes tokens that can be read when the last launched step has ended. False for a step
-        that samples nothing, whose end is unknown, and for one whose sampling waits for masks.
+        """Whether the last launched step has tokens that the device still computes. False if that step samples
+        nothing, as its end is then unknown. False if its sampling waits for masks.
         """
         with self.turns.now:
             return bool(self._launched) and not self._launched[-1][1].ready()

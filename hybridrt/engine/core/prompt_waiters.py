@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class PromptWaiters:
-    """Requests by the source whose prompt they wait for.
+    """Requests that wait for a running prompt. The request with that prompt is their source.
 
     Args:
         store: where prompts leave states.

@@ -253,7 +253,7 @@ class Scheduler:
         self._aside += self._waiters.end_source(request)
 
     def _release_waiters(self, source: Request) -> None:
-        """Queues the requests that waited for a prompt whose consumed step has made them ready."""
+        """A step of `source` was consumed. Queues the requests that waited for its prompt and can start now."""
         if source.finish_reason is None and source.row is not None:
             waiters = self._waiters
             self._aside += waiters.end_source(source) if source.shared else waiters.release_ready(source)

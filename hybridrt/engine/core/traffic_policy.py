@@ -25,9 +25,9 @@ NUMBER_FACTOR, AUTO_FACTOR = 11.0, 4 / 3
 # into chunks that are slower for each token; with all of that work, three short prompts at once make a long step.
 WORK_SHARE, MOST_STEPS, MOST_SECONDS = 1 / 2, 20, 0.075
 # With more waiting work they may take DEEP_SHARE of it, up to DEEP_SECONDS: longer steps compute more
-# prompt tokens a second, and the longest wait depends on that rate. It must be longer than the launch of a step without
-# a graph (70 to 190 ms in a server, Falcon-H1-7B on an H200: benchmarks/log/serving.md, "Steps without a graph as an
-# H200 has them"): with a lower bound no such step would ever be taken.
+# prompt tokens a second, and the longest wait depends on that rate. A step without a graph is taken only if its launch
+# fits, too, and that took 70 to 190 ms in a server (Falcon-H1-7B on an H200: benchmarks/log/serving.md, "The mix on a
+# GPU, step by step").
 DEEP_SHARE, DEEP_SECONDS = 1 / 10, 0.0935
 # Without a number of milliseconds, a longer chunk is taken if all that waits is then computed SAVED seconds sooner,
 # or if it computes 1 / LEAST_SHORTER times as many tokens a second. It never is for less than SHORTER says.

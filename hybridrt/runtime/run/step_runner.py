@@ -277,9 +277,8 @@ class StepRunner:
         step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))
 
     def _prompt_bucket(self, plan: StepPlan, tokens_per_row: int) -> Bucket | None:
-        # Prompt graphs verify no drafts and keep no hidden states. Other workers' states are copied between the table
-        # changes and the model.
-        if self.prompt_graphs is None or not plan.extend or tokens_per_row > 1 or plan.runs_eagerly:
+        # Prompt graphs verify no drafts and keep no hidden states.
+        if self.prompt_graphs is None or not plan.extend or tokens_per_row > 1:
             return None
         scored, pooled, _ = self._prompt_requirements.wanted_by_rows(plan.extend, 0)
         return None if scored or pooled else self.prompt_graphs.bucket(plan)

@@ -80,7 +80,7 @@ class Bucket(NamedTuple):
     def holds(self, plan: StepPlan, saves: "StateSaves") -> bool:
         """Whether a step has prompts and fits, with the states that it saves within them."""
         rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
-        if plan.eager or not rows or not self.has_room(len(plan.decode), len(rows), tokens):
+        if not rows or not self.has_room(len(plan.decode), len(rows), tokens) or plan.runs_eagerly:
             return False
         tails = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
         fits = saves.tail is None or sum(tails) <= self.tail

@@ -310,8 +310,8 @@ class StepPlan:
 
     @property
     def runs_eagerly(self) -> bool:
-        """Whether no graph of prompts runs it, whatever its size: the scheduler said so, it verifies drafts, copies
-        states of other workers, or takes embeddings of images."""
+        """Whether no graph of prompts runs it, whatever its size: the scheduler said so, it verifies drafts, takes
+        embeddings of images, or copies states of other workers between the table changes and the model."""
         drafts = len(self.decode.drafts) > 0
         embeds = any(row.embeddings is not None for row in self.extend)
         return self.eager or drafts or embeds or bool(self.imports or self.exports)
