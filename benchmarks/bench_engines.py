@@ -117,7 +117,7 @@ def serving(command: str, model: Path, log: Path) -> Iterator[tuple[Client, floa
 def measure(client: Client, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps and prompts first: loads leave prefixes in a cache."""
     for batch in args.batches:
-        client.seconds(batch, 64, 8)  # graphs and kernels of this size
+        client.decode_ms(batch, args.ctx)  # an engine may compile kernels for this size, or load them
         ms = statistics.median(client.decode_ms(batch, args.ctx) for _ in range(args.repeats))
         yield {"what": f"decode batch {batch}", "ms": round(ms, 3)}
     for count, length in args.prefill:

@@ -125,6 +125,21 @@ def test_multipliers_of_parts_become_part_of_the_scales(parts: tuple[int, ...]) 
     torch.testing.assert_close(dequantize(product.weight), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
+def test_scales_of_any_dtype_are_those_of_the_product(dtype: torch.dtype) -> None:
+    """Published checkpoints have scales of blocks in bfloat16, others exponents."""
+    weight = quant_weight("fp8 blocks", 320, 256)
+    assert weight.scale is not None
+    exponents = weight.scale.log2().round() + 127
+    scale = exponents.to(dtype) if dtype == torch.uint8 else weight.scale.to(dtype)
+    weight = weight._replace(scale=scale, factor=torch.arange(1.0, 4.0).repeat_interleave(128)[:320])
+    for given in (weight, weight._replace(factor=None)):
+        product = fp8_product(given)
+        assert product is not None and product.weight.scale is not None
+        assert product.weight.scale.dtype == product.scale.dtype == torch.float32
+        torch.testing.assert_close(dequantize(product.weight), dequantize(given))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of 128"):
         quantize_tokens(tokens(1, 256)[:, :200], GROUP)

@@ -44,6 +44,8 @@ PARTS = 8
 REGISTERS = 1 << 16  # of a multiprocessor
 ALL = 1 << 10  # more than there are: each block of rows has a program
 MANY_ROWS, WIDE = 4096, 8192  # of a weight and of its rows
+NARROW = 3072  # inputs: for more, e4m3 takes more registers than four programs on a multiprocessor have
+FULL_ROWS = 3584  # from here on blocks of 16 rows keep nearly all places of two programs a multiprocessor busy
 # Blocks of a program, and steps of a block, for which it is compiled: more of them are a loop.
 MAX_ROUNDS, MAX_STEPS = 8, 12
 LOADED, NORMED = 12, 4  # groups of 128 inputs of each part that are loaded at once, and those with a norm
@@ -397,7 +399,12 @@ def one_token_triton(
 
 
 def token_tile(rows: int, width: int, code: str) -> TokenTile:
-    """Of a weight [rows, width]: those that were fastest on an H200 (benchmarks/log/products.md)."""
+    """Of a weight [rows, width]: those that were fastest on an H200 (benchmarks/log/products.md). 4 bits were timed with
+    3,072 inputs, and with 12,288."""
     if rows > MANY_ROWS:
-        return TokenTile(8, 4, 2 if code == "e4m3" else 3, 4)
+        if code != "e4m3":
+            return TokenTile(8, 4, 3, 4)
+        return TokenTile(8, 4, 2, 4 if width <= NARROW else 3)
+    if code == "e4m3" and rows > FULL_ROWS:
+        return TokenTile(16, 8, 2, 2)
     return TokenTile(8, 4, 2 if width >= WIDE and code == "e4m3" else 4, ALL)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hybridrt.base.device import capability
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
 from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TOKEN_WIDTH, TokenCodes, fp8_linear
+from hybridrt.kernels.quant.formats import scale_values
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
@@ -48,12 +49,12 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def fp8_product(weight: QuantWeight) -> Fp8Product | None:
     """None if products with quantised inputs do not take the weight's blocks."""
-    weight = _without_factor(weight)
+    if weight.code != "e4m3" or weight.zero is not None or weight.width % GROUP:
+        return None
+    if weight.block[1] != GROUP if weight.scale is not None else weight.factor is None:
+        return None
+    weight = _with_one_scale(weight)
     grid, factor, (rows, width) = weight.scale, weight.factor, weight.data.shape
-    if weight.code != "e4m3" or weight.zero is not None or width % GROUP or (grid is None) == (factor is None):
-        return None
-    if grid is not None and (weight.block[1] != GROUP or grid.dtype != torch.float32):
-        return None
     padded = _padded(weight.data, -rows % MULTIPLE)
     weight = weight._replace(data=nn.Parameter(padded[:rows], requires_grad=False))
     if factor is not None:
@@ -65,17 +66,18 @@ def fp8_product(weight: QuantWeight) -> Fp8Product | None:
     return Fp8Product(weight, GROUP, padded, each.t().contiguous(), square=False)
 
 
-def _without_factor(weight: QuantWeight) -> QuantWeight:
-    """Factors of rows become part of the scales of blocks: a model's multipliers, and scales of rows of one block. The
-    parts of a matrix, which have multipliers, have blocks of their own."""
-    grid, factor, high = weight.scale, weight.factor, weight.block[0]
-    if grid is None and factor is not None and weight.width == GROUP:
-        scale = nn.Parameter(factor[:, None].contiguous(), requires_grad=False)
-        return weight._replace(scale=scale, factor=None, block=(1, GROUP))
-    if grid is None or factor is None or grid.dtype != torch.float32:
+def _with_one_scale(weight: QuantWeight) -> QuantWeight:
+    """Scales of blocks in float32, which our kernels and cuBLAS read; checkpoints may have them in bfloat16. Factors of
+    rows become part of them: a model's multipliers, and scales of rows of one block. The parts of a matrix, which have
+    multipliers, have blocks of their own."""
+    grid, factor, block = weight.scale, weight.factor, weight.block
+    if grid is not None:
+        grid = scale_values(grid) if factor is None else scale_values(grid) * factor[:: block[0], None]
+    elif factor is not None and weight.width == GROUP:
+        grid, block = factor[:, None].contiguous(), (1, GROUP)
+    else:
         return weight
-    scale = nn.Parameter(grid * factor[::high, None], requires_grad=False)
-    return weight._replace(scale=scale, factor=None)
+    return weight._replace(scale=nn.Parameter(grid, requires_grad=False), factor=None, block=block)
 
 
 def joined_products(products: Sequence[Fp8Product | None]) -> Fp8Product | None:
