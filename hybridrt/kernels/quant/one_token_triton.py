@@ -399,8 +399,8 @@ def one_token_triton(
 
 
 def token_tile(rows: int, width: int, code: str) -> TokenTile:
-    """Of a weight [rows, width]: those that were fastest on an H200 (benchmarks/log/products.md). 4 bits were timed with
-    3,072 inputs, and with 12,288."""
+    """Of a weight [rows, width]: those that were fastest on an H200 (benchmarks/log/products.md). Weights of 4 bits
+    were timed with the shapes of Falcon-H1-7B alone."""
     if rows > MANY_ROWS:
         if code != "e4m3":
             return TokenTile(8, 4, 3, 4)

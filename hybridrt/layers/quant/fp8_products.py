@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hybridrt.base.device import capability
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation
-from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TOKEN_WIDTH, TokenCodes, fp8_linear
 from hybridrt.kernels.quant.formats import scale_values
+from hybridrt.kernels.quant.fp8_linear import FEW_TOKENS, GROUP, MAX_TOKENS, TOKEN_WIDTH, TokenCodes, fp8_linear
 from hybridrt.kernels.quant.quant_weight import QuantWeight
 
 MULTIPLE = 128  # of rows: cuBLAS takes multiples of 16, torch checks scales as if blocks were whole
