@@ -46,15 +46,15 @@ class Queue:
 
     def order(self) -> list[int]:
         """If none passes."""
-        found = []
-        while best := self.queues.best(""):
-            found.append(best[0].arrival)
-            self.queues.remove(best[0])
-        return found
+        self.policy.passing = 0
+        return [each.arrival for each in self.next(len(self.queues))[0]]
+
+    def prompts(self) -> PromptOrder:
+        return PromptOrder(self.queues, PromptWaiters(Rig(cache=True).pools.prefixes), ())
 
     def next(self, count: int) -> tuple[list[Request], int]:
         """The next waiting ones of a step, which leave the queue, and what may pass after them."""
-        order, found = PromptOrder(self.queues, PromptWaiters(Rig(cache=True).pools.prefixes), ()), list[Request]()
+        order, found = self.prompts(), list[Request]()
         for _ in range(count):
             first = order.next()
             assert first is not None
@@ -74,9 +74,10 @@ def test_the_first_is_served_first() -> None:
 def test_short_prompts_pass_earlier_ones_with_a_part_of_each_step() -> None:
     queue = Queue()
     long, *shorts = [queue.add(9.0, 10.0), *(queue.add(1.0, 0.01) for _ in range(3))]
-    middle = queue.add(1.0, 0.02)
+    queue.add(1.0, 0.02)
+    for queue.policy.passing, first in ((399, long), (400, shorts[0])):
+        assert queue.prompts().next() is first
     queue.policy.passing = 1000
-    assert middle not in queue.queues.best("", 799)
     found, passing = queue.next(3)
     assert found == [*shorts[:2], long], "two of 400 tokens have room, a third one has not"
     assert passing == 200
@@ -89,7 +90,6 @@ def test_short_prompts_pass_earlier_ones_with_a_part_of_each_step() -> None:
 def test_the_short_prompt_with_the_highest_response_ratio_passes() -> None:
     queue = Queue()
     long, late, early, tiny = (queue.add(*each) for each in ((9.0, 10.0), (0.1, 0.04), (0.1, 0.02), (0.05, 0.001)))
-    assert queue.queues.best("", MOST_PASSING) == (long, tiny)
     assert queue.next(4)[0] == [tiny, early, long, late], "1,600 tokens are more than are left of 2,048"
 
 
@@ -122,8 +122,9 @@ def test_heads_of_classes_have_about_the_highest_ratios(items: list[tuple[float,
         each = queue.add(waited, seconds)
         found[each.arrival] = each
     while found:
-        oldest, best = queue.queues.best("", 10 * SECOND)
-        assert oldest is first
+        heads = queue.queues.candidates("")
+        assert first in heads
+        best = max((each for each in heads if each is not first), key=queue.queues.ratio)
         assert 1.5 * queue.queues.ratio(best) >= max(map(queue.queues.ratio, found.values()))
         queue.queues.remove(found.pop(best.arrival))
 
@@ -152,9 +153,9 @@ def test_clients_get_their_shares() -> None:
             for _ in range(30):
                 queue.add(0.0, 0.1, client="b")
         client = min(queue.queues.clients, key=queue.queues.spent)
-        (best,) = queue.queues.best(client)
-        queue.queues.charge(best, PromptWork(SECOND // 10))
-        queue.queues.remove(best)
+        (first,) = queue.queues.candidates(client)
+        queue.queues.charge(first, PromptWork(SECOND // 10))
+        queue.queues.remove(first)
         served.append(client)
     assert set(served[:20]) == {"a"} and served[20:].count("b") in (20, 21) and "b" in served[20:22]
 

@@ -29,11 +29,10 @@ class _Entry(NamedTuple):
 
 
 class RequestQueue:
-    """Requests by priority, then first come, first served. Short prompts may pass: of these the one
-    with the highest response ratio, (waited + own seconds) / own seconds (Brinch Hansen 1971).
+    """Requests by priority, then first come, first served.
 
-    Requests of about equal seconds are one size class. Its earliest arrival has its highest ratio,
-    so only the first request of each class is compared, however many wait.
+    Requests of about equal seconds are one size class. Its earliest arrival has its highest response ratio,
+    so PromptOrder compares only the first request of each class, however many wait.
 
     Args:
         policy: predicts seconds and has the clock.
@@ -85,20 +84,13 @@ class RequestQueue:
             del self._levels[entry.priority]
             del self._priorities[bisect_left(self._priorities, entry.priority)]
 
-    def best(self, passing: int = 0) -> Sequence[Request]:
-        """Candidates to start next: the earliest arrival, then the best of the others that compute at
-        most `passing` tokens, if there is any.
-        """
+    def candidates(self) -> Sequence[Request]:
+        """Requests of which one starts next, whatever PromptOrder lets pass: the first ones of the size classes of the
+        highest priority, and the one that has aged most."""
         if not self._entries:
             return ()
-        if len(self._priorities) > 1:
-            oldest = self._oldest()
-            if oldest.params.priority > self._priorities[0]:
-                return (oldest,)
         firsts = [queue[0] for queue in self._levels[self._priorities[0]].values()]
-        oldest = min(firsts, key=_arrival)
-        short = [each for each in firsts if each is not oldest and self.tokens(each) <= passing]
-        return (oldest, *([max(short, key=self.ratio)] if short else ()))
+        return firsts if len(self._priorities) == 1 else [*firsts, self._oldest()]
 
     def ratio(self, request: Request) -> float:
         return self._policy.ratio(self._policy.waited(request), self._entries[request.arrival].work)
@@ -161,9 +153,9 @@ class ClientQueues:
         """Prompt tokens that waiting requests compute."""
         return sum([queue.pending for queue in self._queues.values()], PromptWork())
 
-    def best(self, client: str, passing: int = 0) -> Sequence[Request]:
-        """See RequestQueue.best."""
-        return self._queues[client].best(passing) if client in self._queues else ()
+    def candidates(self, client: str) -> Sequence[Request]:
+        """See RequestQueue.candidates."""
+        return self._queues[client].candidates() if client in self._queues else ()
 
     def add(self, request: Request, work: PromptWork) -> None:
         client = request.client
@@ -235,8 +227,9 @@ class ClientQueues:
 
 
 class PromptOrder:
-    """The prompts of a step, in the order of their computation: by client, by priority, first come,
-    first served, except that short ones pass.
+    """The prompts of a step, in the order of their computation: by client, by priority, first come, first served,
+    except that short ones pass: of these the one with the highest response ratio, (waited + own seconds) / own seconds
+    (Brinch Hansen 1971).
 
     Args:
         admitted: requests with uncomputed prompts, in order of admission.
@@ -264,7 +257,7 @@ class PromptOrder:
         if (client := self._client()) is None:
             return None
         admitted = self._admitted.get(client, [])
-        waiting = self._queues.best(client, self.passing) if self.admits else ()
+        waiting = self._queues.candidates(client) if self.admits else ()
         first = self._first(admitted, waiting)
         if first not in waiting:
             admitted.remove(first)
