@@ -51,7 +51,9 @@ def fp8_product(weight: QuantWeight) -> Fp8Product | None:
     """None if products with quantised inputs do not take the weight's blocks."""
     if weight.code != "e4m3" or weight.zero is not None or weight.width % GROUP:
         return None
-    if weight.block[1] != GROUP if weight.scale is not None else weight.factor is None:
+    if weight.scale is None and weight.factor is None:
+        return None
+    if weight.scale is not None and weight.block[1] != GROUP:
         return None
     weight = _with_one_scale(weight)
     grid, factor, (rows, width) = weight.scale, weight.factor, weight.data.shape
