@@ -327,6 +327,21 @@ def test_broken_tensors(kind: str, last: str, change: object, text: str) -> None
         fill(layer.targets("up", ["up"]), {"up": matrix})
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("kind", "last"), [("fp8-rows", "input_scale"), ("nvfp4", "input_scale"), ("nvfp4-ct", "input_global_scale")]
+)
+def test_scales_of_activations_are_not_checked(kind: str, last: str, value: float) -> None:
+    """Calibration leaves such values for experts that no token chose."""
+    torch.manual_seed(10)
+    matrix, width = KINDS[kind](24, WIDTH.get(kind, 40)), WIDTH.get(kind, 40)
+    matrix.tensors[last] = torch.tensor(value)
+    layer = ColumnLinear("up", width, [Segment("up", 24)], build=build_of(matrix.scheme))
+    fill(layer.targets("up", ["up"]), {"up": matrix})
+    x = torch.randn(3, width)
+    torch.testing.assert_close(layer(x), x @ matrix.dense.t())
+
+
 def test_groups_that_do_not_divide_the_inputs() -> None:
     """GPTQ's last group may be partial."""
     matrix = gptq(Scheme("int4", "gptq", (1, 16), scale_dtype=torch.float16, zeros=True, indexed=True))(24, 40)

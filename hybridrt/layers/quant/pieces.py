@@ -54,7 +54,7 @@ class PackedPiece:
         """
         layout, key = LAYOUTS[module.scheme.layout], f"{module.name}.{last}"
         if last in layout.advice:
-            return check_positive(key, tensor) if last.endswith("scale") else None
+            return
         stacked, rows = self._rows(module, chosen)
         count = module.tensors[layout.codes][1][0]
         if stacked is not None and tensor.shape[:1] == (count,):  # else one for all
