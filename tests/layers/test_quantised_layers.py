@@ -259,6 +259,15 @@ def test_a_zero_point_of_a_whole_matrix(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(decoded(matrix.module("x"), matrix.tensors), matrix.dense)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_is_decoded_matrix_by_matrix(kind: str) -> None:
+    torch.manual_seed(9)
+    made = [KINDS[kind](24, WIDTH.get(kind, 40)) for _ in range(3)]
+    tensors = {last: torch.stack([each.tensors[last] for each in made]) for last in made[0].tensors}
+    dense = torch.stack([each.dense for each in made])
+    torch.testing.assert_close(decoded(Written(made[0].scheme, tensors, dense).module("x"), tensors), dense)
+
+
 def test_a_convolution_is_decoded_in_its_shape() -> None:
     torch.manual_seed(9)
     matrix = KINDS["fp8-tensor"](24, 4)
