@@ -568,8 +568,9 @@ class MLP(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Equal shards of the vocabulary's rows, the last one padded with zeros.
 
-    `multiplier` scales the embedding at run time, because a tied head needs the same weight
-    unscaled.
+    Args:
+        multiplier: scales the embedding at run time, because a tied head needs the same weight unscaled.
+        looks_up: False for a head that is not tied: its weight is only multiplied.
     """
 
     def __init__(
@@ -580,13 +581,14 @@ class VocabParallelEmbedding(nn.Module):
         *,
         build: Build,
         multiplier: float = 1.0,
+        looks_up: bool = True,
     ) -> None:
         super().__init__()
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
         self.rows = -(-vocab_size // self.tp.size)
         self.dtype = build.dtype
         self.method = make_linear(build, name, {"rows": self.rows}, hidden_size, 0)
-        self.method.looks_up = True
+        self.method.looks_up = looks_up
         register(self, self.method)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -234,7 +234,7 @@ class LinearMethod(Method, ABC):
         experts: class for stacks of experts, or None.
         merges_inputs: one weight may hold several matrices along the input. False if a scale serves
             a whole row, because each matrix has its own.
-        looks_up: an embedding calls `lookup`.
+        looks_up: an embedding calls `lookup`, maybe one that is the head, too.
         adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
         activates: it takes numbers to which an activation is still to be applied, without a launch for that
             (`apply_activated`).
