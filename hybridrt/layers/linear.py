@@ -60,7 +60,7 @@ class DenseExperts(ExpertsMethod):
     """Stacked weights of experts in the model's dtype: up [E, rows, in], down [E, in, size]."""
 
     def __init__(
-        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        self, name: str, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None:  # fmt: skip
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
@@ -246,7 +246,7 @@ def make_experts(
     """
     up, down = build.scheme(f"{name}.0.{matrices[0]}"), build.scheme(f"{name}.0.down")
     kind = experts_method(down.method if up == PLAIN else up.method)
-    return kind(count, rows, in_features, size, build, up, down)
+    return kind(name, count, rows, in_features, size, build, up, down)
 
 
 def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:

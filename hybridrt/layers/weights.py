@@ -198,13 +198,14 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
+        name: of the layer, for errors.
         count: E. rows: rows of up: `size`, or twice as many, with the gate first.
         up, down: how the checkpoint stores the matrices.
     """
 
     @abstractmethod
     def __init__(
-        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        self, name: str, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None: ...  # fmt: skip
 
