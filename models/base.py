@@ -70,7 +70,7 @@ class CausalLM(nn.Module, ABC):
         tables = (config.vocab_size, config.hidden_size)
         self.embed = VocabParallelEmbedding("embed", *tables, multiplier=embed_scale, build=build)
         tied = config.tie_word_embeddings
-        self.head = self.embed if tied else VocabParallelEmbedding("head", *tables, build=build)
+        self.head = self.embed if tied else VocabParallelEmbedding("head", *tables, looks_up=False, build=build)
         self.stack = self.make_stack(range(len(config.layers)))
         self.norm_scale = norm_scale
         self.norm = RMSNorm("norm", config.hidden_size, scale=norm_scale, **self.norm_options)

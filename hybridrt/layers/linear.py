@@ -60,7 +60,7 @@ class DenseExperts(ExpertsMethod):
     """Stacked weights of experts in the model's dtype: up [E, rows, in], down [E, in, size]."""
 
     def __init__(
-        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        self, name: str, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None:  # fmt: skip
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
@@ -246,7 +246,7 @@ def make_experts(
     """
     up, down = build.scheme(f"{name}.0.{matrices[0]}"), build.scheme(f"{name}.0.down")
     kind = experts_method(down.method if up == PLAIN else up.method)
-    return kind(count, rows, in_features, size, build, up, down)
+    return kind(name, count, rows, in_features, size, build, up, down)
 
 
 def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:
@@ -568,8 +568,9 @@ class MLP(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Equal shards of the vocabulary's rows, the last one padded with zeros.
 
-    `multiplier` scales the embedding at run time, because a tied head needs the same weight
-    unscaled.
+    Args:
+        multiplier: scales the embedding at run time, because a tied head needs the same weight unscaled.
+        looks_up: False for a head that is not tied: its weight is only multiplied.
     """
 
     def __init__(
@@ -580,13 +581,14 @@ class VocabParallelEmbedding(nn.Module):
         *,
         build: Build,
         multiplier: float = 1.0,
+        looks_up: bool = True,
     ) -> None:
         super().__init__()
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
         self.rows = -(-vocab_size // self.tp.size)
         self.dtype = build.dtype
         self.method = make_linear(build, name, {"rows": self.rows}, hidden_size, 0)
-        self.method.looks_up = True
+        self.method.looks_up = looks_up
         register(self, self.method)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -198,13 +198,14 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
+        name: of the layer, for errors.
         count: E. rows: rows of up: `size`, or twice as many, with the gate first.
         up, down: how the checkpoint stores the matrices.
     """
 
     @abstractmethod
     def __init__(
-        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        self, name: str, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None: ...  # fmt: skip
 
@@ -234,7 +235,7 @@ class LinearMethod(Method, ABC):
         experts: class for stacks of experts, or None.
         merges_inputs: one weight may hold several matrices along the input. False if a scale serves
             a whole row, because each matrix has its own.
-        looks_up: an embedding calls `lookup`.
+        looks_up: an embedding calls `lookup`, maybe one that is the head, too.
         adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
         activates: it takes numbers to which an activation is still to be applied, without a launch for that
             (`apply_activated`).

@@ -4,13 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridrt.base.config_json import read_object
-from hybridrt.base.quantization import QuantConfig
-from hybridrt.layers.quant.layouts import LAYOUTS
+from hybridrt.base.quantization import StoredModule
 from hybridrt.layers.quant.pieces import decoded
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.models.loading.shards import shards_of
@@ -42,17 +40,20 @@ def write_decoded(path: Path, out: Path) -> int:
         mine = held.setdefault(module.name, {})
         mine[last] = tensor
         if mine.keys() == module.tensors.keys():
-            plain[f"{module.name}.weight"] = _decoded(quant, module.name, held.pop(module.name))
+            name, weight = _plain_weight(module, held.pop(module.name))
+            plain[name] = weight
             count += 1
     save_file({key: tensor.contiguous() for key, tensor in plain.items()}, out / "model.safetensors", {"format": "pt"})
     _write_config(path, out)
     return count
 
 
-def _decoded(quant: QuantConfig, name: str, tensors: dict[str, Tensor]) -> Tensor:
-    module = (quant.modules or {})[name]
-    advice = LAYOUTS[module.scheme.layout].advice
-    return decoded(module, {last: t for last, t in tensors.items() if last not in advice}).to(torch.float32)
+def _plain_weight(module: StoredModule, tensors: dict[str, Tensor]) -> tuple[str, Tensor]:
+    """A module's weight, as transformers names it and has its sides."""
+    weight = decoded(module, tensors)
+    if module.scheme.layout == "mxfp4":  # gpt-oss, whose plain stacks are [E, in, out]
+        return module.name, weight.mT
+    return f"{module.name}.weight", weight
 
 
 def _write_config(path: Path, out: Path) -> None:

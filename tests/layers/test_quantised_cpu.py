@@ -110,6 +110,15 @@ def test_which_weights_are_stored_anew() -> None:
     assert stored(int4(16), 32, BF16).for_torch is None
 
 
+def test_a_head_that_is_not_looked_up(no_decoding: None) -> None:
+    matrix = int4(32)(48, 192)
+    head = VocabParallelEmbedding("head", 48, 192, looks_up=False, build=half(build_of(matrix.scheme)))
+    fill(head.targets("head"), {"head": matrix})
+    finish(head)
+    x = torch.randn(2, 192).to(BF16)
+    close(head.logits(x), x.float() @ matrix.dense.t())
+
+
 def test_an_embedding_can_still_be_looked_up() -> None:
     matrix = int4(32)(48, 192)
     embed = VocabParallelEmbedding("embed", 48, 192, build=half(build_of(matrix.scheme)))

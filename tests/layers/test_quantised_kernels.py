@@ -290,13 +290,31 @@ def test_the_search_for_kernels_stores_a_stack_at_once(monkeypatch: pytest.Monke
 
 
 def test_groups_without_a_kernel() -> None:
-    """A linear layer decodes; experts are refused."""
+    """A linear layer decodes; experts are refused, before any weight is read."""
     matrix = KINDS["int4-groups"](24, 40)
     layer = ColumnLinear("up", 40, [Segment("up", 24)], build=build_of(matrix.scheme))
     fill(layer.targets("up", ["up"]), {"up": matrix})
     finish(layer)
     x = torch.randn(3, 40)
     torch.testing.assert_close(layer(x), x @ matrix.dense.t())
-    experts = Experts("experts", 2, 40, 24, activation="silu", build=build_of(matrix.scheme))
-    with pytest.raises(BackendError, match="groups of 16 inputs"):
-        finish(experts)
+    text = r"layers\.3\.experts has int4 by 8 inputs of 40 inputs and .* of 24 inputs; .* groups of 16 inputs"
+    with pytest.raises(BackendError, match=text):
+        Experts("layers.3.experts", 2, 40, 24, activation="silu", build=build_of(matrix.scheme))
+    eight, mixed = (
+        build_of(KINDS["int8-rows"](8, 40).scheme),
+        build_of(WIDER["int4-zeros"](8, 64).scheme, plain=("down",)),
+    )
+    with pytest.raises(BackendError, match="int8 by row of 42 inputs"):
+        Experts("experts", 2, 40, 42, activation="silu", build=eight)
+    with pytest.raises(BackendError, match="and dense of 64 inputs"):
+        Experts("experts", 2, 64, 64, activation="silu", build=mixed)
+
+
+def test_experts_whose_inputs_are_out_of_order() -> None:
+    """Only `g_idx` tells, once it is read."""
+    kind = gptq(Scheme("int4", "gptq", (1, 32), scale_dtype=F16, zeros=True, indexed=True), shuffled=True)
+    made = {f"x.{e}.{name}_proj": kind(64, 64) for e in (0, 1) for name in ("gate", "up", "down")}
+    layer = Experts("layers.3.experts", 2, 64, 64, activation="silu", build=build_of(kind(64, 64).scheme))
+    fill(layer.targets("x"), made)
+    with pytest.raises(BackendError, match=r"layers\.3\.experts has int4 by 32 inputs of 64 inputs"):
+        finish(layer)

@@ -259,6 +259,15 @@ def test_a_zero_point_of_a_whole_matrix(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(decoded(matrix.module("x"), matrix.tensors), matrix.dense)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_is_decoded_matrix_by_matrix(kind: str) -> None:
+    torch.manual_seed(9)
+    made = [KINDS[kind](24, WIDTH.get(kind, 40)) for _ in range(3)]
+    tensors = {last: torch.stack([each.tensors[last] for each in made]) for last in made[0].tensors}
+    dense = torch.stack([each.dense for each in made])
+    torch.testing.assert_close(decoded(Written(made[0].scheme, tensors, dense).module("x"), tensors), dense)
+
+
 def test_a_convolution_is_decoded_in_its_shape() -> None:
     torch.manual_seed(9)
     matrix = KINDS["fp8-tensor"](24, 4)
@@ -325,6 +334,21 @@ def test_broken_tensors(kind: str, last: str, change: object, text: str) -> None
     layer = ColumnLinear("up", WIDTH.get(kind, 40), [Segment("up", 24)], build=build_of(matrix.scheme))
     with pytest.raises(CheckpointError, match=text):
         fill(layer.targets("up", ["up"]), {"up": matrix})
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("kind", "last"), [("fp8-rows", "input_scale"), ("nvfp4", "input_scale"), ("nvfp4-ct", "input_global_scale")]
+)
+def test_scales_of_activations_are_not_checked(kind: str, last: str, value: float) -> None:
+    """Calibration leaves such values for experts that no token chose."""
+    torch.manual_seed(10)
+    matrix, width = KINDS[kind](24, WIDTH.get(kind, 40)), WIDTH.get(kind, 40)
+    matrix.tensors[last] = torch.tensor(value)
+    layer = ColumnLinear("up", width, [Segment("up", 24)], build=build_of(matrix.scheme))
+    fill(layer.targets("up", ["up"]), {"up": matrix})
+    x = torch.randn(3, width)
+    torch.testing.assert_close(layer(x), x @ matrix.dense.t())
 
 
 def test_groups_that_do_not_divide_the_inputs() -> None:

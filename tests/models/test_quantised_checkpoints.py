@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from hybridrt.base import dtypes
 from hybridrt.base.engine_config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError
-from hybridrt.base.quantization import QuantConfig
+from hybridrt.base.quantization import QuantConfig, Scheme
 from hybridrt.cli.inspect import describe_model
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.layers.quant.methods import QuantMethod
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.models.config.quant_modelopt import modelopt_rules
 from hybridrt.models.loading.stored_modules import with_stored_modules
 from hybridrt.runtime.load.build_model import build_model, empty_model, weight_bytes
 from hybridrt.runtime.load.load_target import load_target
-from tests.support.checkpoints import CheckpointStore
+from tests.support.checkpoints import CheckpointStore, falcon, write
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.online import write_plain
-from tests.support.quantised import KINDS
+from tests.support.quantised import KINDS, of_integers
 from tests.support.session import Session
 
 PLAIN = r"norm|embed|\.gate\.weight|router|shared_expert_gate|conv1d|lm_head"
@@ -132,6 +133,29 @@ def test_logits_are_those_of_the_plain_twin(name: str, checkpoints: CheckpointSt
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
     held = [weight_bytes(session.runner.model) for session in sessions]
     assert held[0] < 0.9 * held[1], "matrices stay packed"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_the_table_that_is_looked_up_is_decoded(tied: bool, tmp_path: Path) -> None:
+    """A head of its own is multiplied by torch's kernel on a CPU, as other matrices in int4."""
+    write(falcon(hidden_size=64, tie_word_embeddings=tied), tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.embed_tokens" if tied else "lm_head"
+    matrix = of_integers(Scheme("int4", "compressed-packed", (1, 32)))(*tensors.pop(f"{name}.weight").shape)
+    save_file(tensors | {f"{name}.{last}": t for last, t in matrix.tensors.items()}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = compressed(
+        group([name], INT4 | {"group_size": 32, "symmetric": True}, "pack-quantized")
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine_config = EngineConfig(str(tmp_path), device="cpu", dtype="bfloat16")
+    file, target = load_target(engine_config, TPGroup())
+    model = build_model(engine_config, target, file, progress=False)
+    method = model.head.method
+    assert isinstance(method, QuantMethod) and (model.head is model.embed) == tied
+    assert (method.weight.for_torch is None) == tied
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    meant = x.float() @ matrix.dense.t()
+    assert float((model.head.logits(x) - meant).norm() / meant.norm()) < 0.01
 
 
 def test_a_prediction_head_is_quantised_like_the_model(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from hybridrt.verify.files import check_config
 from hybridrt.verify.outputs import check_transformers
 from hybridrt.verify.results import FAILED, PASSED, Result
 from hybridrt.verify.subject import Subject
-from tests.support.checkpoints import write
+from tests.models.test_quantised_checkpoints import CASES
+from tests.support.checkpoints import CheckpointStore, write
+from tests.support.mxfp4 import write_mxfp4
 from tests.support.newer_checkpoints import qwen35
 
 
@@ -34,6 +36,18 @@ def test_a_decoded_copy_is_plain(quantised: Path, tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     key = next(key for key in plain if key.endswith("mlp.up_proj.weight"))
     assert 0 < float((tensors[key] - plain[key]).norm() / plain[key].norm()) < 0.2
+
+
+@pytest.mark.parametrize("name", ["granite in fp8", "gpt-oss in MXFP4"])
+def test_stacks_of_experts_are_decoded(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """They have the names and sides of the plain checkpoint."""
+    stacked = CASES["granite stacks"]
+    paths = write_mxfp4(tmp_path) if "MXFP4" in name else stacked.write(checkpoints, tmp_path)
+    (tmp_path / "decoded").mkdir()
+    write_decoded(paths[0], tmp_path / "decoded")
+    found, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "decoded", paths[1]))
+    assert sum("experts" in key or "block_sparse_moe" in key for key in plain) >= 4
+    torch.testing.assert_close(found, {key: t.float() for key, t in plain.items()})
 
 
 @pytest.mark.slow

@@ -30,12 +30,11 @@ def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
     """A stack [E, out, in] in the layout of kernels. None if they do not take its groups of inputs, or if it has 8 bits
     and a number of inputs that is no multiple of 4."""
     found = _columns(weight)
-    eight = bits_of(weight.scheme) == 8
-    if found is None or (eight and weight.width % 4):
+    if found is None or not _takes_width(weight):
         return None
     wide, columns = found
     code = CODE[weight.scheme.method]
-    data = weight.codes.data if eight else _planes(weight, code)
+    data = weight.codes.data if bits_of(weight.scheme) == 8 else _planes(weight, code)
     factor = None if weight.factor is None else weight.factor.data
     if weight.scales.shape[2] == 1 and weight.zeros is None:
         rows = weight.starts[-1]
@@ -48,6 +47,16 @@ def kernel_weight(weight: PackedWeight) -> QuantWeight | None:
     if weight.zeros is not None:
         zero = _grid(weight.zeros.data, rows_of, columns).short() + (CENTRE_OF_INT4 if code == "int4" else 0)
     return QuantWeight(data, code, weight.width, (high, wide), scale, zero, factor)
+
+
+def may_have_kernel(weight: PackedWeight) -> bool:
+    """Whether kernels take its scheme and width, before it has its tensors. Only they give the group of each input
+    where the scheme is `indexed`."""
+    return _takes_width(weight) and (weight.scheme.indexed or _columns(weight) is not None)
+
+
+def _takes_width(weight: PackedWeight) -> bool:
+    return bits_of(weight.scheme) == 4 or weight.width % 4 == 0
 
 
 def _planes(weight: PackedWeight, code: Code) -> Tensor:

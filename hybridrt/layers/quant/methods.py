@@ -28,7 +28,7 @@ from hybridrt.layers.quant.fp8_products import (
     takes_kernel,
     takes_token,
 )
-from hybridrt.layers.quant.kernel_weight import finished, looked_up, parameters, product_of_many
+from hybridrt.layers.quant.kernel_weight import finished, looked_up, may_have_kernel, parameters, product_of_many
 from hybridrt.layers.quant.packed_weight import PackedWeight
 from hybridrt.layers.quant.pieces import PackedPiece
 from hybridrt.layers.summands import Hidden, summed
@@ -56,12 +56,15 @@ class QuantExperts(ExpertsMethod):
     kernels: tuple[QuantWeight, QuantWeight] | None = None
 
     def __init__(
-        self, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
+        self, name: str, count: int, rows: int, in_features: int, size: int, build: Build, up: Scheme = PLAIN,
         down: Scheme = PLAIN,
     ) -> None:  # fmt: skip
-        self.on_gpu, self.dtype = build.device.type in KERNELS_ON, build.dtype
+        self.name, self.on_gpu, self.dtype = name, build.device.type in KERNELS_ON, build.dtype
         self.up = _Stack(up, (size,) * (rows // size), in_features, build, count)
         self.down = _Stack(down, (in_features,), size, build, count)
+        for stack in (self.up, self.down):
+            if self.on_gpu and (stack.packed is None or not may_have_kernel(stack.packed)):
+                raise self._refusal()
 
     def finish(self) -> None:
         if not self.on_gpu:
@@ -71,11 +74,15 @@ class QuantExperts(ExpertsMethod):
             return
         found = [None if each.packed is None else finished(each.packed, stack=True) for each in (self.up, self.down)]
         if found[0] is None or found[1] is None:
-            raise BackendError(
-                "kernels for experts take groups of 16 inputs or of multiples of 32, and no plain matrix next to "
-                "quantised ones; run this model with device='cpu'"
-            )
+            raise self._refusal()
         self.kernels = found[0], found[1]
+
+    def _refusal(self) -> BackendError:
+        return BackendError(
+            f"{self.name} has {self.up} and {self.down}; kernels for experts take groups of 16 inputs or of multiples "
+            "of 32, in order, 8 bits with a multiple of 4 inputs, and no plain matrix next to quantised ones; run this "
+            "model with device='cpu'"
+        )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         if self.kernels is not None:
@@ -109,12 +116,15 @@ class _Stack:
     """One matrix of each expert: packed, or plain in the model's dtype."""
 
     def __init__(self, scheme: Scheme, sizes: tuple[int, ...], width: int, build: Build, count: int) -> None:
-        self.count, self.size = count, sizes[0]
+        self.scheme, self.width, self.count, self.size = scheme, width, count, sizes[0]
         self.packed: PackedWeight | None = None
         if scheme.layout:
             self.packed = PackedWeight(scheme, sizes, width, build, count)
         else:
             self.weight = parameter(count, sum(sizes), width, dtype=build.dtype, device=build.device)
+
+    def __str__(self) -> str:
+        return f"{self.scheme} of {self.width} inputs"
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {"weight": self.weight} if self.packed is None else self.packed.parameters()

@@ -12,13 +12,13 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.quant.layouts import (
     LARGEST,
     LAYOUTS,
-    Layout,
     bits_of,
     codes_shape,
     normal_codes,
     normal_scales,
     normal_zeros,
     outputs_of,
+    whole_rows,
     zeros_shape,
 )
 from hybridrt.layers.quant.packed_weight import BLOCK, Grid, PackedWeight, block_count, taken_rows
@@ -54,11 +54,10 @@ class PackedPiece:
         """
         layout, key = LAYOUTS[module.scheme.layout], f"{module.name}.{last}"
         if last in layout.advice:
-            return check_positive(key, tensor) if last.endswith("scale") else None
+            return
         stacked, rows = self._rows(module, chosen)
-        count = module.tensors[layout.codes][1][0]
-        if stacked is not None and tensor.shape[:1] == (count,):  # else one for all
-            tensor = tensor[stacked]
+        if stacked is not None:
+            tensor = _of_expert(tensor, stacked, module.tensors[layout.codes][1][0])
         if last == layout.codes:
             if module.scheme.layout == "mxfp4":
                 tensor = tensor.flatten(-2)
@@ -129,37 +128,54 @@ def set_multipliers(targets: CheckpointMap) -> None:
 
 
 def decoded(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The float32 matrix of a module's tensors, in the shape of its weight: for layers that take plain
-    weights only (routers, convolutions, latent projections).
+    """The float32 numbers of a module's tensors, in the shape of its weight: for layers that take plain
+    weights only (routers, convolutions, latent projections), and for copies.
 
     Raises:
         CheckpointError: a shape or a value that no such tensor has.
     """
+    last_codes = LAYOUTS[module.scheme.layout].codes
+    codes, shape = tensors[last_codes], module.tensors[last_codes][1]
+    if not codes.numel():
+        raise CheckpointError(f"{module.name}.{last_codes} has shape {list(codes.shape)}; no side may be empty")
+    if len(shape) == 2:
+        return _decoded_matrix(module, tensors)
+    if codes.dim() == 3 and shape[1] == 1:  # a convolution, which has one input channel
+        return _decoded_matrix(module, {**tensors, last_codes: codes.flatten(1)}).unsqueeze(1)
+    experts = ({last: _of_expert(t, e, shape[0]) for last, t in tensors.items()} for e in range(shape[0]))
+    return torch.stack([_decoded_matrix(module, own) for own in experts])
+
+
+def _decoded_matrix(module: StoredModule, tensors: Mapping[str, Tensor]) -> Tensor:
+    """float32 [out, in] of one matrix of a module."""
     scheme, layout = module.scheme, LAYOUTS[module.scheme.layout]
-    stored = tensors[layout.codes]
-    if not stored.numel():
-        raise CheckpointError(f"{module.name}.{layout.codes} has shape {list(stored.shape)}; no side may be empty")
-    flat = {last: t.flatten(1) if last == layout.codes else t for last, t in tensors.items()}
-    own = StoredModule(module.name, scheme, {last: (t.dtype, tuple(t.shape)) for last, t in flat.items()})
-    outputs = outputs_of(scheme, flat[layout.codes].shape)
-    inputs = _inputs_of(module.name, scheme, layout, flat)
+    shape = whole_rows(scheme, tensors[layout.codes].shape)
+    shapes = {last: (t.dtype, tuple(t.shape)) for last, t in tensors.items()}
+    own = StoredModule(module.name, scheme, shapes | {layout.codes: (tensors[layout.codes].dtype, shape)})
+    outputs, inputs = outputs_of(scheme, shape), _inputs_of(own, tensors.get(layout.shape))
     weight = PackedWeight(scheme, (outputs,), inputs, Build(TPGroup(), torch.float32, torch.device("cpu")))
     piece = PackedPiece(module.name, weight, 0, outputs, unchanged)
-    for last, tensor in flat.items():
+    for last, tensor in tensors.items():
         piece.fill(own, last, tensor)
-    dense = weight.dequantize()
-    return dense.view(stored.shape) if stored.dim() > 2 else dense
+    return weight.dequantize()
 
 
-def _inputs_of(name: str, scheme: Scheme, layout: Layout, tensors: Mapping[str, Tensor]) -> int:
-    """Inputs of a whole matrix. Packed ones may be fewer than their words hold. CheckpointError: the file's shape says
-    another number of words."""
-    shape, bits = tensors[layout.codes].shape, bits_of(scheme)
-    if layout.shape in tensors:
-        said, word = tensors[layout.shape].flatten().tolist(), 32 // bits
+def _of_expert(tensor: Tensor, e: int, count: int) -> Tensor:
+    """What a stack's tensor has for one of `count` experts: its own part, or one for all."""
+    return tensor[e] if tensor.shape[:1] == (count,) else tensor
+
+
+def _inputs_of(module: StoredModule, stored_shape: Tensor | None) -> int:
+    """Inputs of a module of one matrix. Packed ones may be fewer than their words hold. CheckpointError: the file's
+    shape says another number of words."""
+    scheme, layout = module.scheme, LAYOUTS[module.scheme.layout]
+    (_, shape), bits = module.tensors[layout.codes], bits_of(scheme)
+    if stored_shape is not None:
+        said, word = stored_shape.flatten().tolist(), 32 // bits
         if len(said) != 2 or not (shape[1] - 1) * word < said[1] <= shape[1] * word:
             raise CheckpointError(
-                f"{name}.{layout.shape} is {said}; {name}.{layout.codes} has room for {shape[1] * word} inputs"
+                f"{module.name}.{layout.shape} is {said}; {module.name}.{layout.codes} has room for {shape[1] * word} "
+                "inputs"
             )
         return int(said[1])
     if scheme.layout == "awq":
