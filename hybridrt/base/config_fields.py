@@ -44,13 +44,15 @@ OUTPUT_GATES: FieldTypes = {
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 # Checked first: advice about other fields is wrong for a model that cannot run.
 NAMES: FieldTypes = {"architectures": either(NULL, list_of(TEXT)), "model_type": TEXT}
+# Names of one field: llm-compressor's older checkpoints have the second.
+QUANTISATION = ("quantization_config", "compression_config")
 # Checked next: lists are built from some.
 RAW: FieldTypes = {
     **NAMES,
     "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
     "num_hidden_layers": either(NULL, LAYERS),
     **dict.fromkeys(("dtype", "torch_dtype"), either(NULL, one_of(*DTYPES))),
-    "quantization_config": either(NULL, OBJECT),
+    **dict.fromkeys(QUANTISATION, either(NULL, OBJECT)),
     "tie_word_embeddings": FLAG,
     **EOS,
 }

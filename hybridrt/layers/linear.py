@@ -213,8 +213,8 @@ class MixedMethod(LinearMethod):
 
 
 _QUANT = {name.lower(): f"hybridrt.layers.quant.methods:{name}" for name in ("Fp8", "Int8", "Int4", "Fp4")}
-_BUILT_IN = {"dense": f"{__name__}:DenseMethod", **_QUANT}
-_METHODS = Plugins("hybridrt.linear_methods", _BUILT_IN, "method of linear layers", LinearMethod, classes=True)
+BUILT_IN = {"dense": f"{__name__}:DenseMethod", **_QUANT}
+_METHODS = Plugins("hybridrt.linear_methods", BUILT_IN, "method of linear layers", LinearMethod, classes=True)
 
 
 @cache

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridrt.base.config_fields import QUANTISATION
 from hybridrt.base.config_json import read_object
 from hybridrt.base.quantization import StoredModule
 from hybridrt.layers.quant.pieces import decoded
@@ -14,8 +15,6 @@ from hybridrt.models.config.read_config import read_model_config
 from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.stored_modules import ADVICE, with_stored_modules
 from hybridrt.models.loading.weight_files import tensors_of
-
-_QUANT = ("quantization_config", "compression_config")
 
 
 def write_decoded(path: Path, out: Path) -> int:
@@ -59,7 +58,7 @@ def _plain_weight(module: StoredModule, tensors: dict[str, Tensor]) -> tuple[str
 def _write_config(path: Path, out: Path) -> None:
     raw = read_object(path / "config.json")
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        for name in _QUANT:
+        for name in QUANTISATION:
             part.pop(name, None)
     (out / "config.json").write_text(json.dumps(raw | {"dtype": "float32"}))
     generation = path / "generation_config.json"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrt.base.config_fields import QUANTISATION
 from hybridrt.base.config_json import read_object
 from hybridrt.base.dtypes import dtype_name
 from hybridrt.base.errors import ConfigError, HybridrtError, shown
@@ -143,7 +144,7 @@ def check_tensors(subject: Subject, result: Result) -> None:
 
 def _compare_dtype(subject: Subject, stats: Sequence[TensorStats], result: Result) -> None:
     told = subject.text_fields.get("dtype") or subject.text_fields.get("torch_dtype") or subject.raw.get("dtype")
-    if not isinstance(told, str) or subject.raw.get("quantization_config") or not stats:
+    if not isinstance(told, str) or any(map(subject.raw.get, QUANTISATION)) or not stats:
         return
     sizes = Counter[str]()
     for each in stats:

@@ -1,8 +1,11 @@
 """Rules of compressed-tensors (llm-compressor): groups of modules by class, name or expression."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from hybridrt.base.config_fields import FieldTypes
 from hybridrt.base.config_json import (
@@ -18,6 +21,7 @@ from hybridrt.base.config_json import (
 )
 from hybridrt.base.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.base.quantization import QuantRules, Scheme
+from hybridrt.layers.quant.layouts import LAYOUTS
 from hybridrt.models.config.quant_names import by_expression, expression
 from hybridrt.models.config.quant_simple import BLOCK_SIDE, GROUP, NAMES
 
@@ -34,12 +38,13 @@ GROUP_FIELDS: FieldTypes = {
     "input_activations": either(NULL, OBJECT),
     "format": either(NULL, TEXT),
 }
+TWO_SIDES = list_of(BLOCK_SIDE, 2)
 WEIGHTS: FieldTypes = {
     "num_bits": FieldType("4 or 8", lambda v: type(v) is int and v in (4, 8)),
     "type": one_of("int", "float"),
     "strategy": either(NULL, one_of("tensor", "channel", "group", "block", "tensor_group")),
     "group_size": either(NULL, GROUP),
-    "block_structure": either(NULL, either(TEXT, list_of(BLOCK_SIDE, 2))),
+    "block_structure": either(NULL, either(TEXT, TWO_SIDES)),
     "symmetric": FLAG,
 }
 # Format -> layout, and the only type and bits of its weights, if it has some.
@@ -53,6 +58,11 @@ FORMATS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "mxfp8-quantized": ("compressed", "float", (8,)),
 }
 GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}
+SCALES = {
+    "nvfp4-pack-quantized": torch.float8_e4m3fn,
+    "mxfp4-pack-quantized": torch.float8_e8m0fnu,
+    "mxfp8-quantized": torch.float8_e8m0fnu,
+}
 
 
 @dataclass(frozen=True)
@@ -128,8 +138,17 @@ def _scheme(group: Mapping[str, Any], common: str | None, at: str) -> Scheme:
     dynamic = (group.get("input_activations") or {}).get("strategy") or ""
     activations = {"tensor_group": "group"}.get(dynamic, dynamic)
     zeros = kind == "int" and not weights.get("symmetric", True)
-    indexed = weights.get("actorder") in ("group", "dynamic", True)  # the first two are one thing
-    return Scheme(method, layout, _block(weights, form, at), str(activations), zeros=zeros, indexed=indexed)
+    order = weights.get("actorder")
+    indexed = order in ("group", "dynamic", True)  # the first two are one thing
+    if indexed and not LAYOUTS[layout].index:
+        raise UnsupportedModelError(
+            f"{at}: actorder is {shown(order)}, and format {form} stores no group of each input; use a checkpoint with "
+            "actorder weight or null, or one that is pack-quantized"
+        )
+    return Scheme(
+        method, layout, _block(weights, form, at), str(activations), scale_dtype=SCALES.get(form, torch.float32),
+        zeros=zeros, indexed=indexed,
+    )  # fmt: skip
 
 
 def _usual_format(bits: int, kind: str, weights: Mapping[str, Any]) -> str:
@@ -157,7 +176,10 @@ def _block(weights: Mapping[str, Any], form: str, at: str) -> tuple[int, int]:
 
 
 def _two_sides(block: Any, at: str) -> tuple[int, int]:
-    sides = list(block.split("x") if isinstance(block, str) else block or ())
-    if len(sides) != 2 or not all(BLOCK_SIDE.holds(int(s) if str(s).isdecimal() else s) for s in sides):
+    sides = block
+    if isinstance(block, str):
+        # Longer numbers are too large, and Python converts no more than 4,300 digits.
+        sides = list(map(int, block.split("x"))) if re.fullmatch(r"\d{1,7}x\d{1,7}", block) else None
+    if not TWO_SIDES.holds(sides):
         raise ConfigError(f"{at}: block_structure is {shown(block)}; it must be two numbers, as [128, 128]")
-    return int(sides[0]), int(sides[1])
+    return sides[0], sides[1]

@@ -1,8 +1,10 @@
 """Rules of NVIDIA ModelOpt: one algorithm for all modules, or a table with one for each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from hybridrt.base.config_fields import FieldTypes
 from hybridrt.base.config_json import NULL, OBJECT, TEXT, check_fields, either
@@ -11,22 +13,24 @@ from hybridrt.base.quantization import QuantRules, Scheme
 from hybridrt.models.config.quant_names import by_wildcard
 from hybridrt.models.config.quant_simple import NAMES
 
-NVFP4 = Scheme("fp4", "modelopt-nvfp4", (1, 16))
+NVFP4 = Scheme("fp4", "modelopt-nvfp4", (1, 16), scale_dtype=torch.float8_e4m3fn)
+MXFP4 = Scheme("fp4", "modelopt", (1, 32), scale_dtype=torch.float8_e8m0fnu)
 ALGORITHMS = {
     "FP8": Scheme("fp8", "modelopt", (0, 0), "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", "modelopt", (1, 0), "token"),
     "FP8_PB_WO": Scheme("fp8", "modelopt", (128, 128)),
-    "NVFP4": Scheme("fp4", "modelopt-nvfp4", (1, 16), "group"),
+    "NVFP4": replace(NVFP4, activations="group"),
     "W4A16_NVFP4": NVFP4,
     "W4A16_NVFP4_4O6": NVFP4,
-    "MXFP8": Scheme("fp8", "modelopt", (1, 32), "group"),
-    "MXFP4": Scheme("fp4", "modelopt", (1, 32)),
-    "W4A16_MXFP4": Scheme("fp4", "modelopt", (1, 32)),
+    "MXFP8": Scheme("fp8", "modelopt", (1, 32), "group", scale_dtype=torch.float8_e8m0fnu),
+    "MXFP4": MXFP4,
+    "W4A16_MXFP4": MXFP4,
 }
 MIXED = "MIXED_PRECISION"
+LISTS = ("exclude_modules", "ignore")  # names of one field in hf_quant_config.json and in config.json
 FIELDS: FieldTypes = {
     **dict.fromkeys(("quant_algo", "kv_cache_quant_algo"), either(NULL, TEXT)),
-    **dict.fromkeys(("exclude_modules", "ignore"), NAMES),
+    **dict.fromkeys(LISTS, NAMES),
     **dict.fromkeys(("quantized_layers", "config_groups"), either(NULL, OBJECT)),
 }
 
@@ -47,12 +51,21 @@ class ModelOptRules(QuantRules):
         return by_wildcard(self.exclude, module)
 
 
-def modelopt_rules(said: Mapping[str, Any], where: str) -> QuantRules:
-    """`said`: of config.json or hf_quant_config.json, in either form."""
-    if isinstance(said.get("quantization"), Mapping):
-        said = said["quantization"]
+def modelopt_fields(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What config.json or hf_quant_config.json says, in either form, by the names of the latter. Nulls say nothing."""
+    nested = said.get("quantization")
+    said = nested if isinstance(nested, Mapping) else said
     check_fields(said, FIELDS, where)
-    exclude = tuple(said.get("exclude_modules") or said.get("ignore") or ())
+    lists = [said[name] for name in LISTS if said.get(name) is not None]
+    exclude = {"exclude_modules": sorted({each for names in lists for each in names})} if lists else {}
+    others = (*(name for name in FIELDS if name not in LISTS), "group_size")
+    return exclude | {name: said[name] for name in others if said.get(name) is not None}
+
+
+def modelopt_rules(said: Mapping[str, Any], where: str) -> QuantRules:
+    """`said`: of config.json or hf_quant_config.json, in either form, or `modelopt_fields` of both."""
+    said = modelopt_fields(said, where)
+    exclude = tuple(said.get("exclude_modules", ()))
     algorithm = said.get("quant_algo")
     if algorithm is None:
         return ModelOptRules(None, {}, exclude)

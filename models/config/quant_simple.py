@@ -78,8 +78,8 @@ class ContainedNames(OneScheme):
 
 @dataclass(frozen=True)
 class GptqRules(QuantRules):
-    """Attributes: dynamic: expressions in order, each with the fields that it changes; None: modules
-    that are left alone."""
+    """Attributes: dynamic: expressions in order, each with the fields of GPTQ_RULE that it changes; None:
+    modules that are left alone."""
 
     name: str
     fields: Mapping[str, Any]
@@ -150,7 +150,9 @@ def gptq_rules(said: Mapping[str, Any], where: str) -> QuantRules:
         if not plain:
             check_fields({"dynamic": changes}, {"dynamic": OBJECT}, where)
             check_fields(changes, GPTQ_RULE, f"{where}: dynamic {text}")
-        dynamic.append((pattern, None if plain else changes))
+        # The tensors of all modules have one layout. GPTQModel, too, reads no format here.
+        own = None if plain else {name: changes[name] for name in GPTQ_RULE if name in changes}
+        dynamic.append((pattern, own))
     return GptqRules("gptq", dict(said), tuple(dynamic))
 
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrt.base.config_fields import QUANTISATION
 from hybridrt.base.config_json import check_fields, read_object
 from hybridrt.base.errors import BackendError, ConfigError, UnsupportedModelError, shown
 from hybridrt.base.quantization import QuantConfig, QuantRules, Scheme
-from hybridrt.layers.linear import linear_method
+from hybridrt.layers.linear import BUILT_IN, linear_method
 from hybridrt.models.config.quant_compressed import compressed_rules
-from hybridrt.models.config.quant_modelopt import modelopt_rules
+from hybridrt.models.config.quant_modelopt import modelopt_fields, modelopt_rules
 from hybridrt.models.config.quant_names import listed
 from hybridrt.models.config.quant_simple import NAMES, awq_rules, fp8_rules, gptq_rules, mxfp4_rules
 
@@ -25,6 +26,7 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], QuantRules]] = {
 INSTEAD = "use the checkpoint that it was made from, or one in fp8, compressed-tensors, AWQ, GPTQ, MXFP4 or by ModelOpt"
 # Known methods that are not read, and why.
 REFUSED = {
+    **dict.fromkeys(BUILT_IN, "it does not say how tensors are named and packed"),
     "bitsandbytes": "it stores blocks of the flattened matrix",
     "torchao": "what its tensors mean depends on the version of torchao that wrote them",
     "gguf": "it has no config.json of its own",
@@ -59,49 +61,45 @@ def read_quant_config(path: Path, raw: Mapping[str, Any], text: Mapping[str, Any
         ConfigError: the configuration cannot be used, or two files contradict each other.
         UnsupportedModelError: hybridrt does not read this kind of quantisation.
     """
-    said = raw.get("quantization_config") or text.get("quantization_config")
-    side = _side_file(path)
-    if not said:
+    key, said = next(((key, part[key]) for part in (raw, text) for key in QUANTISATION if part.get(key)), ("", None))
+    side = _side_file(path / SIDE_FILE)
+    if said is None:
         older = path / OLDER_GPTQ
         if side is None and older.exists():
             return QuantConfig(gptq_rules(read_object(older), str(older)))
-        return None if side is None else QuantConfig(modelopt_rules(side, f"{path / SIDE_FILE}"))
-    where = f"{path / 'config.json'}: quantization_config"
+        return None if side is None else QuantConfig(modelopt_rules(side, str(path / SIDE_FILE)))
+    where = f"{path / 'config.json'}: {key}"
     name = said.get("quant_method")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: quant_method is {shown(name)}; it must name one of {', '.join(READERS)}")
     name = "modelopt" if name.startswith("modelopt") else name
     if side is not None:
-        _check_agreement(name, said, side, path)
-        if name == "modelopt" and _algorithm(said) is None:
-            return QuantConfig(modelopt_rules(side, f"{path / SIDE_FILE}"))
+        ours = modelopt_fields(said, where) if name == "modelopt" else {"quant_algo": name}
+        _check_agreement(ours, side, where, path / SIDE_FILE)
+        if name == "modelopt":
+            said, where = side | ours, f"{where}, with {SIDE_FILE}"
     return QuantConfig(READERS[name](said, where) if name in READERS else _other_rules(name, said, where))
 
 
-def _side_file(path: Path) -> dict[str, Any] | None:
-    """What hf_quant_config.json says, if it names any algorithm."""
-    file = path / SIDE_FILE
+def _side_file(file: Path) -> dict[str, Any] | None:
+    """What hf_quant_config.json says of the weights: nothing, if it has an algorithm for the KV cache alone."""
     if not file.exists():
         return None
     said = read_object(file).get("quantization")
     if not isinstance(said, dict):
         raise ConfigError(f"{file}: quantization is {shown(said)}; it must be an object with quant_algo")
-    return said if any(said.get(each) is not None for each in ("quant_algo", "kv_cache_quant_algo")) else None
+    found = modelopt_fields(said, str(file))
+    return found if "quant_algo" in found else None
 
 
-def _check_agreement(name: str, said: Mapping[str, Any], side: Mapping[str, Any], path: Path) -> None:
-    ours = _algorithm(said) if name == "modelopt" else name
-    if side.get("quant_algo") != ours and not (name == "modelopt" and ours is None):
-        raise ConfigError(
-            f"{path / SIDE_FILE}: quant_algo is {shown(side.get('quant_algo'))}, but quantization_config of "
-            f"config.json says {shown(ours)}; remove the file that is wrong"
-        )
-
-
-def _algorithm(said: Mapping[str, Any]) -> Any:
-    """The algorithm of ModelOpt's configuration, in either of its forms."""
-    nested = said.get("quantization")
-    return (nested if isinstance(nested, Mapping) else said).get("quant_algo")
+def _check_agreement(ours: Mapping[str, Any], side: Mapping[str, Any], where: str, file: Path) -> None:
+    """Compares the fields that both have."""
+    for name in sorted(ours.keys() & side.keys()):
+        if ours[name] != side[name]:
+            raise ConfigError(
+                f"{file}: {name} is {shown(side[name])}, but {where} says {shown(ours[name])}; remove the file that is "
+                "wrong"
+            )
 
 
 def _other_rules(name: str, said: Mapping[str, Any], where: str) -> QuantRules:

@@ -138,7 +138,7 @@ def _is_zero_bias(model: CausalLM, key: str) -> bool:
 
 
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
-    patterns = (*model.skipped_keys, FREQUENCIES, *(() if model.config.quant is None else (ADVICE,)))
+    patterns = (*model.skipped_keys, FREQUENCIES, ADVICE)
     known = key in targets  # type: ignore[operator]
     return not known and (any(re.fullmatch(p, key) for p in patterns) or _is_zero_bias(model, key))
 

@@ -10,7 +10,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.weight_files import opened
 
-_NAME = re.compile(r"\.(\d+)\.(?:.*\.)?(k|v|kv)_scale")
+_NAME = re.compile(r"\.(\d{1,7})\.(?:.*\.)?(k|v|kv)_scale")
 Scales = dict[tuple[int, str], float]  # by layer, and "k" or "v"
 
 

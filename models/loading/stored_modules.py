@@ -97,7 +97,9 @@ def _stored(name: str, tensors: Tensors, rules: QuantRules) -> StoredModule:
                 f"holds {name}.({there})"
             )
     if scheme.indexed and layout.index not in tensors:
-        raise CheckpointError(f"{name}.{layout.index} is missing: with desc_act it gives the group of each input")
+        raise CheckpointError(
+            f"{name}.{layout.index} is missing: with desc_act or actorder it gives the group of each input"
+        )
     strange = sorted(_SCALES & tensors.keys() - set(layout.names))
     if strange:
         raise CheckpointError(f"{name}.{strange[0]} is no tensor of {scheme} ({rules.name}), which nothing else reads")

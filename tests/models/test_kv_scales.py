@@ -1,6 +1,7 @@
 """Scales of a KV cache that checkpoints bring: of every spelling, incomplete ones, and those that cannot be."""
 
 import logging
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.session import Session
 
 CODES: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 NEMOTRON = Case("nemotron-plain", {"": "fp8-tensor"}, {}, {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
+PLAIN = Case("nemotron-plain", {}, {}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"})
 QWEN = Case("qwen-plain", {"": "fp8-blocks"}, BLOCKS)
 
 
@@ -48,6 +50,15 @@ def test_scales_of_the_checkpoint(
     assert set(scales(path, kv_scales="one").values()) == {KVScales(1.0, 1.0)}
 
 
+def test_scales_of_a_plain_checkpoint(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    def add(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for layer in attention_layers(tensors):
+            tensors |= {f"{layer}.{name}": torch.tensor(0.25) for name in ("k_scale", "v_scale")}
+
+    path, _ = PLAIN.write(checkpoints, tmp_path, add)
+    assert set(scales(path).values()) == {KVScales(0.25, 0.25)}
+
+
 def test_scales_that_are_missing_are_measured(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     def add(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors[f"{attention_layers(tensors)[0]}.k_scale"] = torch.tensor(0.3)
@@ -70,6 +81,17 @@ def test_scales_that_are_no_positive_number(value: Tensor, checkpoints: Checkpoi
     with pytest.raises(CheckpointError, match=r"v_scale is .*one positive number"):
         scales(path)
     assert scales(path, kv_scales="one")
+
+
+def test_a_layer_that_no_model_has(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Python converts no more than 4,300 digits."""
+
+    def add(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        layer = attention_layers(tensors)[0]
+        tensors[re.sub(r"\d+", "1" * 5000, layer) + ".k_scale"] = torch.tensor(0.3)
+
+    path, twin = NEMOTRON.write(checkpoints, tmp_path, add)
+    assert scales(path) == scales(twin)
 
 
 def test_two_scales_for_the_same_keys(checkpoints: CheckpointStore, tmp_path: Path) -> None:

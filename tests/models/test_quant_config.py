@@ -1,12 +1,15 @@
 """Rules of quantised checkpoints from config.json and the files next to it: schemes by module, and what is refused."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hybridrt.base.errors import ConfigError, HybridrtError, UnsupportedModelError
+from hybridrt.base.dtypes import check_schemes
+from hybridrt.base.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
 from hybridrt.base.quantization import QuantRules
 from hybridrt.models.config.read_quant import read_quant_config
 
@@ -119,6 +122,13 @@ def test_newer_writers_name_gptq_s_layout_otherwise(said: dict[str, Any], tmp_pa
     assert scheme is not None and scheme.layout == next(iter(said.values()), "gptq")
 
 
+@pytest.mark.parametrize("changes", [{"format": "awq"}, {"checkpoint_format": "marlin"}, {"format": ["gptq"]}])
+def test_some_modules_of_gptq_have_no_other_layout(changes: dict[str, Any], tmp_path: Path) -> None:
+    said = {"quant_method": "gptq", "bits": 4, "format": "gptq_v2", "dynamic": {".*proj": changes | {"bits": 8}}}
+    scheme = rules(tmp_path, said).scheme("up_proj")
+    assert scheme is not None and (scheme.method, scheme.layout) == ("int8", "gptq_v2")
+
+
 @pytest.mark.parametrize(
     "said", [{"version": "GEMM"}, {"version": None}, {"format": "gemm", "checkpoint_format": "gemm"}]
 )
@@ -155,8 +165,51 @@ def test_the_text_part_may_have_it(tmp_path: Path) -> None:
     assert found is not None and found.rules.name == "fp8"
 
 
-def test_a_plain_model_with_scales_of_its_cache_is_plain(tmp_path: Path) -> None:
-    assert rules(tmp_path, None, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}).scheme("x") is None
+@pytest.mark.parametrize("said", [None, {"quant_method": "fp8"}, {"quant_method": "modelopt", "quant_algo": "FP8"}])
+def test_a_file_of_the_kv_cache_alone_says_nothing_of_the_weights(said: Any, tmp_path: Path) -> None:
+    side = {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["x"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": side}))
+    found = read_quant_config(tmp_path, {"quantization_config": said}, {})
+    assert (found is None) == (said is None)
+    assert found is None or not found.rules.leaves_plain("x")
+
+
+def test_each_of_two_files_may_have_what_the_other_lacks(tmp_path: Path) -> None:
+    said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["b", "a"], "group_size": 16}
+    layers = {"x": {"quant_algo": "FP8"}}
+    side = {"quant_algo": "MIXED_PRECISION", "exclude_modules": ["a", "b"], "quantized_layers": layers}
+    found = rules(tmp_path, said, side)
+    assert str(found.scheme("x")) == "fp8 by tensor" and found.leaves_plain("a")
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_the_older_name_of_the_field(key: str, tmp_path: Path) -> None:
+    found = read_quant_config(tmp_path, {"quantization_config": None, key: compressed(FP8)}, {})
+    assert found is not None and str(found.rules.scheme("x")) == "fp8 by row"
+    with pytest.raises(ConfigError, match=f"config.json: {key}: group_0: weights: num_bits is 5"):
+        read_quant_config(tmp_path, {key: compressed(FP8 | {"num_bits": 5})}, {})
+
+
+NVFP4 = FP8 | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        (compressed(NVFP4), torch.float8_e4m3fn),
+        (compressed(NVFP4 | {"strategy": "group", "group_size": 32}), torch.float8_e8m0fnu),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, torch.float8_e4m3fn),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, torch.float8_e4m3fn),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP4"}, torch.float8_e8m0fnu),
+    ],
+)
+def test_scales_of_fp4_are_known_without_files(said: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    """So a GPU that converts no e4m3 numbers refuses NVFP4 with load_format="dummy", too."""
+    scheme = rules(tmp_path, said).scheme("x")
+    assert scheme is not None and scheme.method == "fp4" and scheme.scale_dtype == dtype
+    refused = pytest.raises(DeviceError, match="a100 has no e4m3 numbers")
+    with refused if dtype == torch.float8_e4m3fn else nullcontext():
+        check_schemes({"x": scheme}, torch.device("cuda"), "a100")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +218,8 @@ def test_a_plain_model_with_scales_of_its_cache_is_plain(tmp_path: Path) -> None
         ({"quant_method": "bitsandbytes"}, UnsupportedModelError, "quant_method is bitsandbytes.*use the checkpoint"),
         ({"quant_method": "torchao"}, UnsupportedModelError, "quant_method is torchao"),
         ({"quant_method": "spqr9"}, UnsupportedModelError, "spqr9"),
+        ({"quant_method": "int4"}, UnsupportedModelError, "quant_method is int4.*use the checkpoint"),
+        ({"quant_method": "dense"}, UnsupportedModelError, "quant_method is dense.*use the checkpoint"),
         ({"bits": 4}, ConfigError, "quant_method is None"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128, 128]}, ConfigError, "weight_block_size is"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, ConfigError, "weight_block_size is"),
@@ -198,6 +253,15 @@ def test_a_plain_model_with_scales_of_its_cache_is_plain(tmp_path: Path) -> None
         (compressed(INT4 | {"num_bits": 5}), ConfigError, "num_bits is 5"),
         (compressed(INT4 | {"group_size": None}), ConfigError, "group_size is missing"),
         (compressed(FP8 | {"strategy": "block", "block_structure": "128"}), ConfigError, "block_structure is '128'"),
+        (
+            compressed(FP8 | {"strategy": "block", "block_structure": "1" * 5000 + "x1"}),
+            ConfigError, "block_structure is '111",
+        ),
+        (compressed(FP8 | {"strategy": "block", "block_structure": "128x0"}), ConfigError, "block_structure is '128x0"),
+        (
+            compressed(INT4 | {"num_bits": 8, "actorder": "group"}),
+            UnsupportedModelError, "actorder is 'group', and format int-quantized",
+        ),
         (compressed(INT4, ignore=["re:((("]), ConfigError, r"re:\(\(\("),
         (compressed(INT4, sparsity_config={"format": "sparse-24-bitmask"}), UnsupportedModelError, "sparsity_config"),
         (compressed(INT4, transform_config={"config_groups": {"u": {}}}), UnsupportedModelError, "transform_config"),
@@ -213,3 +277,20 @@ def test_what_is_refused(said: dict[str, Any], error: type[HybridrtError], text:
 def test_two_files_that_disagree(said: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hf_quant_config.json: quant_algo is 'NVFP4'"):
         rules(tmp_path, said, {"quant_algo": "NVFP4"})
+
+
+@pytest.mark.parametrize(
+    ("ours", "side", "text"),
+    [
+        ({"ignore": ["*"]}, {"exclude_modules": []}, r"exclude_modules is \[\], but .*config.json.* says \['\*'\]"),
+        ({"group_size": 16}, {"group_size": 32}, "group_size is 32"),
+        ({}, {"group_size": 32}, "quantization_config, with hf_quant_config.json: group_size is 32; NVFP4 has"),
+        ({"quantized_layers": {}}, {"quantized_layers": {"x": {}}}, "quantized_layers is"),
+    ],
+)
+def test_two_files_that_disagree_in_a_field(
+    ours: dict[str, Any], side: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4"} | ours
+    with pytest.raises(ConfigError, match=text):
+        rules(tmp_path, said, {"quant_algo": "NVFP4"} | side)

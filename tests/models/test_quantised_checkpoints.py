@@ -220,6 +220,12 @@ def test_files_that_are_not_whole(edit: Edit, text: str, checkpoints: Checkpoint
     assert re.search(text.replace(".", r"\."), said) or re.search(text, said), said
 
 
+def test_groups_without_their_index(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    key = "model.layers.0.self_attn.o_proj.g_idx"
+    path, _ = CASES["falcon gptq"].write(checkpoints, tmp_path, without(key))
+    assert f"{key} is missing: with desc_act or actorder" in refused(path)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_bias_that_the_layer_does_not_have(value: float, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """Older writers of GPTQ store zeros."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hybridrt.base.errors import CheckpointError
 from hybridrt.base.quantization import Scheme
 from hybridrt.kernels.quant.decode import decode_fp4, decode_fp8, decode_int4, decode_int8, take_pairs
-from hybridrt.layers.quant.layouts import LAYOUTS, bits_of, scale_dtypes, stored_width
+from hybridrt.layers.quant.layouts import LAYOUTS, bits_of, stored_width
 from hybridrt.layers.weights import Build, parameter
 
 BLOCK = 1 << 18  # numbers of a block of rows that is decoded at once
@@ -60,7 +60,7 @@ class PackedWeight:
 
     Attributes:
         codes: [E, rows, `stored_width`] in the normal form of `layouts`, or in torch's if there is `for_torch`.
-        scales: [E, R, C] in a dtype of `scale_dtypes`; zeros: int8 [E, R, C], or None.
+        scales: [E, R, C] in `scheme.scale_dtype`; zeros: int8 [E, R, C], or None.
         factor: float32 [E, rows], or None.
         row_of: int32 [rows], the scale row of each row; None if R is 1 or `rows`.
         column_of: int32 [E, parts, width], or [1, 1, width] if it is one for all; None: input // block.
@@ -76,10 +76,7 @@ class PackedWeight:
         grid = (sum(self.heights), block_count(width, wide))
         stored = stored_width(scheme, width)
         self.codes = parameter(count, rows, stored, dtype=self.format.dtype, device=device, dummy="codes")
-        # Without a file (load_format="dummy") a scheme does not say what the scales of fp4 are.
-        allowed = scale_dtypes(scheme)
-        dtype = scheme.scale_dtype if scheme.scale_dtype in allowed else allowed[-1]
-        self.scales = parameter(count, *grid, dtype=dtype, device=device, dummy=self.format.dummy_scale)
+        self.scales = parameter(count, *grid, dtype=scheme.scale_dtype, device=device, dummy=self.format.dummy_scale)
         self.zeros: nn.Parameter | None = None
         if scheme.zeros:
             self.zeros = parameter(count, *grid, dtype=torch.int8, device=device, dummy="zeros")

@@ -43,7 +43,7 @@ def find_kv_scales(config: EngineConfig, target: RunTarget, model: CausalLM, pat
         CheckpointError: a scale of the checkpoint cannot be used.
         ConfigError: keys or values of the measured prompt are not finite.
     """
-    files = config.load_format != "dummy" and target.model_config.quant is not None
+    files = config.load_format != "dummy"
     if target.kv_codes is None:
         if files and target.tp.rank == 0 and has_kv_scales(model, path):
             log.info('the checkpoint has scales for kv_cache_dtype="fp8_e4m3"; keys and values keep %s', target.dtype)
