@@ -93,8 +93,9 @@ def _side_file(file: Path) -> dict[str, Any] | None:
 
 
 def _check_agreement(ours: Mapping[str, Any], side: Mapping[str, Any], where: str, file: Path) -> None:
-    """Compares the fields that both have."""
-    for name in sorted(ours.keys() & side.keys()):
+    """Compares the fields that both have. Lists of plain modules may differ, as the files' tensors say which are plain:
+    config.json's counts, which other engines read, too."""
+    for name in sorted(ours.keys() & side.keys() - {"exclude_modules"}):
         if ours[name] != side[name]:
             raise ConfigError(
                 f"{file}: {name} is {shown(side[name])}, but {where} says {shown(ours[name])}; remove the file that is "
