@@ -9,8 +9,8 @@ A command may begin with `env PYTHONPATH=...`, so that each engine has the packa
 config.json and a tokenizer of made-up words for each token; each engine fills the weights with its own random numbers.
 The client sends token ids, greedily, and no prompt twice.
 
-A decode step is (time of a batch at 144 tokens - time at 16 tokens) / 128, the median of --repeats; these answers are
-not streamed. Loads are those of `hybridrt bench serve --suite`, streamed. RESULTS gets a JSON file and the server's
+A decode step is (time of a batch at 144 tokens - time at 16 tokens) / 128, the median of --repeats after one that does
+not count; these answers are not streamed. Loads are those of `hybridrt bench serve --suite`, streamed. RESULTS gets a JSON file and the server's
 log for each engine and model.
 """
 
