@@ -10,8 +10,8 @@ config.json and a tokenizer of made-up words for each token; each engine fills t
 The client sends token ids, greedily, and no prompt twice.
 
 A decode step is (time of a batch at 144 tokens - time at 16 tokens) / 128, the median of --repeats after one that does
-not count; these answers are not streamed. Loads are those of `hybridrt bench serve --suite`, streamed. RESULTS gets a JSON file and the server's
-log for each engine and model.
+not count; these answers are not streamed. Loads are those of `hybridrt bench serve --suite`, streamed. RESULTS gets a
+JSON file and the server's log for each engine and model.
 """
 
 import argparse
