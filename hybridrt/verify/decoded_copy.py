@@ -50,7 +50,7 @@ def write_decoded(path: Path, out: Path) -> int:
 def _plain_weight(module: StoredModule, tensors: dict[str, Tensor]) -> tuple[str, Tensor]:
     """A module's weight, as transformers names it and has its sides."""
     weight = decoded(module, tensors)
-    if module.scheme.layout == "mxfp4":  # gpt-oss, whose plain stacks are [E, in, out]
+    if module.scheme.layout == "mxfp4":  # gpt-oss: its plain stacks are [E, in, out]
         return module.name, weight.mT
     return f"{module.name}.weight", weight
 

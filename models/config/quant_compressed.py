@@ -57,11 +57,11 @@ FORMATS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "mxfp4-pack-quantized": ("compressed-mxfp4", "float", (4,)),
     "mxfp8-quantized": ("compressed", "float", (8,)),
 }
-GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}
-SCALES = {
-    "nvfp4-pack-quantized": torch.float8_e4m3fn,
-    "mxfp4-pack-quantized": torch.float8_e8m0fnu,
-    "mxfp8-quantized": torch.float8_e8m0fnu,
+# Of formats with one size of groups: that size, and the dtype of their scales.
+GROUPS = {
+    "nvfp4-pack-quantized": (16, torch.float8_e4m3fn),
+    "mxfp4-pack-quantized": (32, torch.float8_e8m0fnu),
+    "mxfp8-quantized": (32, torch.float8_e8m0fnu),
 }
 
 
@@ -145,10 +145,10 @@ def _scheme(group: Mapping[str, Any], common: str | None, at: str) -> Scheme:
             f"{at}: actorder is {shown(order)}, and format {form} stores no group of each input; use a checkpoint with "
             "actorder weight or null, or one that is pack-quantized"
         )
+    scales = GROUPS[form][1] if form in GROUPS else torch.float32  # or as the files have them
     return Scheme(
-        method, layout, _block(weights, form, at), str(activations), scale_dtype=SCALES.get(form, torch.float32),
-        zeros=zeros, indexed=indexed,
-    )  # fmt: skip
+        method, layout, _block(weights, form, at), str(activations), scale_dtype=scales, zeros=zeros, indexed=indexed
+    )
 
 
 def _usual_format(bits: int, kind: str, weights: Mapping[str, Any]) -> str:
@@ -162,9 +162,10 @@ def _usual_format(bits: int, kind: str, weights: Mapping[str, Any]) -> str:
 def _block(weights: Mapping[str, Any], form: str, at: str) -> tuple[int, int]:
     group = weights.get("group_size") or 0
     if form in GROUPS:
-        if group not in (0, GROUPS[form]):
-            raise ConfigError(f"{at}: group_size is {group}; {form} has groups of {GROUPS[form]}")
-        return 1, GROUPS[form]
+        only, _ = GROUPS[form]
+        if group not in (0, only):
+            raise ConfigError(f"{at}: group_size is {group}; {form} has groups of {only}")
+        return 1, only
     strategy = weights.get("strategy") or ("group" if group > 0 else "channel" if group else "tensor")
     if strategy == "block":
         return _two_sides(weights.get("block_structure"), at)

@@ -45,7 +45,9 @@ def find_kv_scales(config: EngineConfig, target: RunTarget, model: CausalLM, pat
     """
     files = config.load_format != "dummy"
     if target.kv_codes is None:
-        if files and target.tp.rank == 0 and has_kv_scales(model, path):
+        # The headers of plain files are not read again for a hint.
+        quantised = target.model_config.quant is not None
+        if files and quantised and target.tp.rank == 0 and has_kv_scales(model, path):
             log.info('the checkpoint has scales for kv_cache_dtype="fp8_e4m3"; keys and values keep %s', target.dtype)
         return ONES
     if config.kv_scales == "one":
