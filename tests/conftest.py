@@ -32,6 +32,7 @@ import triton
 from hybridrt.base import plugins
 from hybridrt.kernels.core import launch_choice, providers
 from tests.support import interpreter, ties
+from tests.support.third import Third
 
 if TYPE_CHECKING:
     from tests.support.checkpoints import CheckpointStore
@@ -96,6 +97,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
     from tests.support.checkpoints import CheckpointStore  # transformers takes seconds to import
 
     return CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--third", metavar="TEXT", help="run a third of the tests; TEXT, such as a commit's id, decides which third"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (text := config.getoption("--third")) is not None:
+        config.pluginmanager.register(Third(text))
 
 
 @pytest.hookimpl(tryfirst=True)
