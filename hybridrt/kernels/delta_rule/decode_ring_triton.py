@@ -13,6 +13,7 @@ computes the corrected values u = beta (v - S k) token by token.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -128,6 +129,34 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(cells + w[None, :], history * old[None, :], mask=seen)
 
 
+@triton.jit
+def _pieces(vector_ptr, k, K: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A vector [K], BLOCK_K numbers at a time."""
+    found = (tl.load(vector_ptr + k, mask=k < K, other=0.0),)
+    for first in tl.static_range(BLOCK_K, K, BLOCK_K):
+        found += (tl.load(vector_ptr + first + k, mask=k < K - first, other=0.0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _entries(  # type: ignore[no-untyped-def]
+    values_row, v, start, length, first, W: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK of a ring's values [BLOCK, channels v] from the `first` oldest on; zero where there are none."""
+    w = first + tl.arange(0, BLOCK)
+    cells = values_row + ((start + w) % W)[:, None] * V + v[None, :]
+    return tl.load(cells, mask=(w < length)[:, None] & (v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _weighted(scores_ptr, older, newer, length, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of a ring's values, each times its score, float32. In halves fewer lanes share a channel."""
+    w = tl.arange(0, HALF)
+    total = older.to(tl.float32) * tl.load(scores_ptr + w, mask=w < length, other=0.0)[:, None]
+    total += newer.to(tl.float32) * tl.load(scores_ptr + HALF + w, mask=HALF + w < length, other=0.0)[:, None]
+    return tl.sum(total, axis=0)
+
+
 @jit_kernel
 def _stream_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, scales_ptr, values_ptr,
@@ -142,6 +171,9 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [rows, value heads, tiles of V]: a state [V, K] is read once for 2 T vectors. BLOCK_N is
     2 for products by element, else at least 16. In other products of codes, a tile of K has one scale.
+
+    Products by element load all of K before the wait, BLOCK_K columns at a time: few lanes share a row then, and its
+    sum crosses few of them.
     """
     b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     n, k, w = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
@@ -155,14 +187,25 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         scales_row = scales_ptr + safe_slot * scales_ss + h * scales_sh
     # The kernel before writes neither states nor v, and waits for all earlier ones.
     WHOLE: tl.constexpr = BLOCK_K >= K
-    if WHOLE:
+    if BLOCK_N == 2:
+        tiles = (tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"),)
+        for first in tl.static_range(BLOCK_K, K, BLOCK_K):
+            mask = v_mask[:, None] & (k < K - first)[None, :]
+            tiles += (tl.load(cells + first, mask=mask, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
+        if CODES:
+            scales = load_scales(scales_row, v, 0, V, K, BLOCK_K)
+    elif WHOLE:
         state = tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
         if CODES:
             scales = load_scales(scales_row, v, 0, V, K, BLOCK_K)
     st: tl.constexpr = qkv_strides[1]
     channel, live = 2 * HK * K + h * V + v, v < tl.where(slot < 0, 0, V)
     source, conv_row = qkv_ptr + b * qkv_strides[0] + channel, conv_ptr + safe_slot * conv_ss
-    if T == 1:
+    conv_cells = None
+    if BLOCK_N == 2:
+        if TAPS > 0:
+            conv_cells = conv_ring(conv_row, channel, live, WC)
+    elif T == 1:
         raw = conv_one_token(source, conv_row, weight_ptr, bias_ptr, channel, live, position, TAPS, WC).to(tl.float32)
     else:
         if TAPS >= 0:
@@ -171,8 +214,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     past = w < length
     values_row = values_ptr + tl.load(rows_ptr + b).to(tl.int64) * values_sr + h * (W * V)
-    values_cells = values_row + ((start + w) % W)[:, None] * V + v[None, :]
-    values = tl.load(values_cells, mask=past[:, None] & v_mask[None, :], other=0.0)
+    if BLOCK_N == 2:
+        older = _entries(values_row, v, start, length, 0, W, V, BLOCK_W // 2)
+        newer = _entries(values_row, v, start, length, BLOCK_W // 2, W, V, BLOCK_W // 2)
+    else:
+        values = _entries(values_row, v, start, length, 0, W, V, BLOCK_W)
     begin(PDL)
     out = out_ptr + b * (T * HV * V) + h * V + v
     if slot < 0:
@@ -186,25 +232,18 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     decays = tl.load(decays_ptr + head + n, mask=n_mask, other=0.0)
     if BLOCK_N == 2:
         by_key, by_query = tl.zeros([BLOCK_V, BLOCK_K], tl.float32), tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
-        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            mask = k < K - first
-            if not WHOLE:
-                state = tl.load(
-                    cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
-                )
-                if CODES:
-                    scales = load_scales(scales_row, v, first, V, K, BLOCK_K)
-            numbers = decode_tile(state, scales) if CODES else state.to(tl.float32)
-            key = tl.load(vectors_row + first + k, mask=mask, other=0.0).to(tl.float32)
-            query = tl.load(vectors_row + K + first + k, mask=mask, other=0.0).to(tl.float32)
-            by_key += numbers * key[None, :]
-            by_query += numbers * query[None, :]
+        of_key = _weighted(scores_ptr + head * W, older, newer, length, BLOCK_W // 2)
+        of_query = _weighted(scores_ptr + (head + 1) * W, older, newer, length, BLOCK_W // 2)
+        keys, queries = _pieces(vectors_row, k, K, BLOCK_K), _pieces(vectors_row + K, k, K, BLOCK_K)
+        # The conv stores its inputs, and no load is moved before a store: it comes after the loads.
+        raw = conv_one_token(source, conv_row, weight_ptr, bias_ptr, channel, live, position, TAPS, WC, conv_cells)
+        raw = raw.to(tl.float32)
+        for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+            numbers = decode_tile(tiles[i], scales) if CODES else tiles[i].to(tl.float32)
+            by_key += numbers * keys[i].to(tl.float32)[None, :]
+            by_query += numbers * queries[i].to(tl.float32)[None, :]
         is_key = (n == 0)[:, None]
         read = tl.where(is_key, tl.sum(by_key, axis=1)[None, :], tl.sum(by_query, axis=1)[None, :]) * decays[:, None]
-        key_scores = tl.load(scores_ptr + head * W + w, mask=past, other=0.0)
-        query_scores = tl.load(scores_ptr + (head + 1) * W + w, mask=past, other=0.0)
-        values = values.to(tl.float32)
-        of_key, of_query = tl.sum(values * key_scores[:, None], axis=0), tl.sum(values * query_scores[:, None], axis=0)
         read += tl.where(is_key, of_key[None, :], of_query[None, :])
     else:
         acc = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
@@ -296,17 +335,19 @@ def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = Fals
     """Tiles of the states [S+1, Hv, V, K] in the second kernel, as measured on an H200.
 
     One token is multiplied element by element if state or vectors are float32: three tensor-core
-    products would cost more than the bytes. Tiles with all of K are loaded before the wait for the
-    kernel in front.
+    products would cost more than the bytes. Such tiles, and others with all of K, are loaded before the
+    wait for the kernel in front.
     """
     _, heads, value_dim, key_dim = states.shape
     wide = states.element_size() == 4
     rows, columns = (dot_width(size) for size in (value_dim, key_dim))
     by_elements = tokens == 1 and (wide or by_channel)
-    tile = {"BLOCK_N": 2 if by_elements else dot_width(2 * tokens), "BLOCK_K": columns}
+    if by_elements:
+        return {"BLOCK_N": 2, "BLOCK_K": min(columns, 32), "BLOCK_V": 16, "STAGES": 1, "num_warps": 1}
+    tile = {"BLOCK_N": dot_width(2 * tokens), "BLOCK_K": columns}
     of_states = batch * heads * value_dim
-    if by_elements or of_states <= (1 << 14 if tokens == 1 else 1 << 16):
-        return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 1 if by_elements else 2}
+    if of_states <= (1 << 14 if tokens == 1 else 1 << 16):
+        return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 2}
     if of_states <= 1 << 18 and not wide:
         return tile | {"BLOCK_V": min(rows, 64), "STAGES": 1, "num_warps": 4}
     block_v, block_k = (64, 32) if wide else (128, 64)
