@@ -7,9 +7,10 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +307,85 @@ def test_a_large_message_arrives_while_the_sender_does_something_else(links: tup
     links[0].send(message)
     thread.join()
     assert got == [message]
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """A thread that runs it, and what it returned or raised."""
+    found = list[object]()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except PeerGoneError as e:
+            found.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_both_ends_send_more_than_the_network_holds(links: tuple[Link, Link]) -> None:
+    """At the same time, and no thread listens until its own message is sent."""
+    sent = [random.Random(i).randbytes(32_000_000) for i in range(2)]
+
+    def exchange(end: int) -> list[bytes]:
+        links[end].send(sent[end])
+        return links[end].listen(30.0)
+
+    exchanges = [in_thread(partial(exchange, end)) for end in range(2)]
+    for thread, _ in exchanges:
+        thread.join()
+    assert [found for _, found in exchanges] == [[[sent[1]]], [[sent[0]]]]
+
+
+def test_what_a_sender_has_read_is_listened_to_at_once(links: tuple[Link, Link]) -> None:
+    sender, _ = in_thread(lambda: links[0].send(bytes(32_000_000)))
+    links[1].send(b"a")
+    while not links[0]._channel.has_messages:
+        assert sender.is_alive(), "it reads while it waits"
+        time.sleep(0.001)
+    links[1].listen(30.0)
+    sender.join()
+    listener, found = in_thread(lambda: links[0].listen(600))
+    listener.join(20)
+    assert found == [[b"a"]]
+
+
+def test_a_sender_leaves_reading_to_the_thread_that_listens(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would not wake up for what is read already."""
+    reads, is_drained = list[bool](), links[0]._channel.is_drained
+
+    def spy(*, read: bool) -> bool:
+        reads.append(read)
+        return is_drained(read=read)
+
+    monkeypatch.setattr(links[0]._channel, "is_drained", spy)
+    links[0].send(b"")
+    listener, _ = in_thread(lambda: links[0].listen(600))
+    while not links[0]._listening:
+        time.sleep(0.001)
+    links[0].send(b"")
+    links[1].send(b"a")
+    listener.join()
+    links[0].send(b"")
+    assert reads == [True, False, True]
+
+
+def test_a_link_that_could_not_send_is_closed(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the message is sent: the next one would be joined to it. A thread that listens wakes up at once."""
+    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
+    listener, found = in_thread(lambda: links[0].listen(600))
+    with pytest.raises(PeerGoneError, match=r"has not read its messages for 0\.1 seconds"):
+        links[0].send(bytes(32_000_000))
+    listener.join(20)
+    assert "has not read its messages" in str(found)
+    with pytest.raises(PeerGoneError, match="has not read its messages"):
+        links[0].send(b"next")
+    with pytest.raises(PeerGoneError):
+        while True:
+            assert not links[1].listen(10.0), "no whole message"
 
 
 def leader(link: Link, timeout: float = 30) -> Ranks:

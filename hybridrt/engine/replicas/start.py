@@ -7,7 +7,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from hybridrt.base import errors
 from hybridrt.base.child_process import ending_of, is_stopped, start_child
 from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
-from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
+from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
 from hybridrt.engine.replicas.messages import (
     FromReplica,
@@ -57,13 +57,9 @@ class ReplicaLink:
 
     def send(self, message: bytes) -> None:
         """Sends an encoded ToReplica. Does nothing if the replica is gone: its `Lost` is in the inbox, or
-        soon is."""
-        try:
+        soon is, because a link that could not send is closed."""
+        with suppress(PeerGoneError):
             self._link.send(message)
-        except MessageError:
-            raise
-        except PeerGoneError:
-            pass
 
     def end(self) -> None:
         """The process ends at once, and its ranks with it. May be repeated."""
