@@ -3,8 +3,10 @@
 import ast
 import os
 import pickle
+import queue
 import random
 import secrets
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_ti
 from hybridrt.channel.listener import Listener
 from hybridrt.collectives import groups
 from hybridrt.collectives.groups import Communicator
+from hybridrt.engine.replicas.start import Lost, ReplicaLink
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import KINDS, Hello, RankBeat, RankFailed, Task, _column, decode, encode
@@ -386,6 +389,26 @@ def test_a_link_that_could_not_send_is_closed(links: tuple[Link, Link], monkeypa
     with pytest.raises(PeerGoneError):
         while True:
             assert not links[1].listen(10.0), "no whole message"
+
+
+def test_a_replica_that_cannot_be_sent_to_is_lost_and_ended(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may run on without its link."""
+    killed = list[bool]()
+
+    def wait(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("replica", timeout)
+
+    process: Any = SimpleNamespace(kill=lambda: killed.append(True), wait=wait)
+    inbox = queue.SimpleQueue[tuple[int, Any]]()
+    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
+    replica = ReplicaLink(3, links[0], process, inbox, 600)
+    replica.send(bytes(32_000_000))
+    number, lost = inbox.get(timeout=20)
+    assert number == 3 and isinstance(lost, Lost) and "has not read its messages" in str(lost)
+    assert killed
+    replica.send(b"next")
 
 
 def leader(link: Link, timeout: float = 30) -> Ranks:

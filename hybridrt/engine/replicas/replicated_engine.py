@@ -391,7 +391,8 @@ class ReplicatedEngine:
         return number, failed
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Ends the requests of a lost replica, and of the others if they share its experts."""
+        """Ends the requests of a lost replica. If the others share its experts, ends them, too: their kernels would
+        wait for it for ever."""
         names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
         for name in dict.fromkeys(names):
             self._placement.remove(name)
@@ -399,6 +400,9 @@ class ReplicatedEngine:
                 self._events.cleared("failed", tier, int(name))
         if not self._placement.replicas and not self._shares_experts:
             error = RankError(f"{error}; every other replica was lost before")
+        if self._shares_experts:
+            for link in self._replicas.links:
+                link.end()
         for name in dict.fromkeys(names):
             self._end_requests(name, error)
 

@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from hybridrt.base import errors
 from hybridrt.base.child_process import ending_of, is_stopped, start_child
 from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
@@ -25,6 +24,7 @@ from hybridrt.engine.replicas.messages import (
     Start,
     decode,
     encode,
+    error_of,
 )
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.rank_start import accept_links, open_place
@@ -80,9 +80,9 @@ class ReplicaLink:
                     if not isinstance(message, ReplicaBeat):
                         self._inbox.put((self.number, message))
             reason = "it has sent no heartbeat in time"
-            self.process.kill()
         except PeerGoneError as e:
             reason = self._ending() or str(e)
+        self.process.kill()  # it may run without its link
         if not self._leaving:
             self._inbox.put((self.number, Lost(reason)))
         self._link.close()
@@ -152,11 +152,7 @@ def as_error(number: int, message: ReplicaFailed | Lost) -> HybridrtError:
     """The error of a replica that has ended."""
     if isinstance(message, Lost):
         return EngineError(f"replica {number} was lost: {message}; build a new LLM")
-    kind = vars(errors).get(message.kind)
-    if not (isinstance(kind, type) and issubclass(kind, HybridrtError) and kind.__init__ is HybridrtError.__init__):
-        kind = EngineError
-    found: HybridrtError = kind(f"replica {number}: {message.reason}")
-    return found
+    return error_of(message.kind, f"replica {number}: {message.reason}")
 
 
 def _end(
