@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 import gc
 import os
+import queue
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,9 +33,19 @@ from hybridrt.base.errors import (
 from hybridrt.channel import control
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.engine.replicas import replicated_engine, start
-from hybridrt.engine.replicas.messages import FromReplica, ReplicaFailed, Stepped, decode, encode
+from hybridrt.engine.replicas.messages import (
+    Contents,
+    FromReplica,
+    ReplicaFailed,
+    ReplicaReady,
+    Stepped,
+    WasReset,
+    decode,
+    encode,
+)
 from hybridrt.engine.replicas.start import Lost, Replicas
 from hybridrt.engine.request.outputs import Delta, EngineCounters, RequestMetrics
+from hybridrt.fleet.placement import Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss
 from tests.models.test_vision import OMNI, QWEN, seeing
@@ -198,6 +210,56 @@ def test_a_lost_replica_ends_those_that_share_its_experts(
             link.end = partial(pytest.fail, "it shares nothing")
         engine._lose(1, RankError("it is gone"))
         assert [*engine._placement.replicas] == ["0"]
+
+
+@pytest.mark.parametrize("wait", ["reset_prefix_cache", "cache_events", "finish_launched"])
+def test_a_replica_that_does_not_answer_is_lost(
+    wait: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends heartbeats, so nothing else ends the wait. The other one's answer is there at once."""
+    monkeypatch.setattr(replicated_engine, "ANSWER_S", 0.0)
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        engine: Any = llm.engine
+        (hangs, answers), ended = engine._replicas.links, list[int]()
+        hangs.end, hangs.send = partial(ended.append, 0), lambda data: None
+        answers.end = partial(pytest.fail, "it answers")
+        answers.send = lambda data: [
+            engine._replicas.inbox.put((1, each)) for each in (WasReset(done=True), Contents([]))
+        ]
+        engine._placement.remove("1")
+        engine.add_request([5, 6], greedy(9), "a")
+        engine._placement.add(Replica("1", None))
+        match wait:
+            case "reset_prefix_cache":
+                assert engine.reset_prefix_cache()
+            case "cache_events":
+                engine.cache_events(9)
+            case _:
+                engine.abort("a")
+                engine.finish_launched()
+        assert ended == [0] and [*engine._placement.replicas] == ["1"]
+        (delta,) = engine.step()
+        assert "replica 0 was lost: it has not answered for 0 seconds" in str(delta.error)
+
+
+def test_no_cache_is_emptied_once_every_replica_is_lost(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        for number in range(2):
+            llm.engine._handle(number, Lost("it ended"))  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match="every replica was lost; build a new LLM"):
+            llm.reset_prefix_cache()
+
+
+def test_a_replica_that_is_not_ready_after_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "OTHERS_S", 0.0)
+    replicas = object.__new__(Replicas)
+    replicas.inbox = queue.SimpleQueue()
+    replicas.links = [SimpleNamespace(number=i, send=lambda data: None) for i in range(3)]  # type: ignore[misc]
+    replicas.inbox.put((1, ReplicaReady(None, None)))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"replicas \[0, 2\] are not ready 0 seconds after another one"):
+        replicas._load(start.EngineConfig("embedded", device="cpu", dp_size=3), "")
 
 
 def test_what_a_replica_refuses_ends_that_request(

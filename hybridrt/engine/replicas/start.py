@@ -16,6 +16,7 @@ from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
 from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
+from hybridrt.collectives.groups import COLLECTIVE
 from hybridrt.engine.replicas.messages import (
     FromReplica,
     ReplicaBeat,
@@ -32,6 +33,7 @@ from hybridrt.parallel.torchrun import world
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NAMING_S = 5.0
+OTHERS_S = COLLECTIVE.total_seconds()  # from one that is ready to the next one: all read the same model
 
 
 class Lost(Exception):
@@ -141,7 +143,11 @@ class Replicas:
             link.send(encode(Start(config, experts)))
         ready: dict[int, ReplicaReady] = {}
         while len(ready) < len(self.links):
-            number, message = self.inbox.get()
+            try:  # the first may take as long as it needs to read a model
+                number, message = self.inbox.get(timeout=OTHERS_S if ready else None)
+            except queue.Empty:
+                missing = [link.number for link in self.links if link.number not in ready]
+                raise EngineError(f"replicas {missing} are not ready {OTHERS_S:g} seconds after another one") from None
             if not isinstance(message, ReplicaReady):
                 raise as_error(number, message)
             ready[number] = message
