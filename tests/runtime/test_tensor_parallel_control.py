@@ -37,7 +37,7 @@ from hybridrt.collectives import groups
 from hybridrt.collectives.groups import Communicator
 from hybridrt.engine.replicas.start import Lost, ReplicaLink
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
-from hybridrt.parallel import rank_start
+from hybridrt.parallel import rank_start, tensor_parallel
 from hybridrt.parallel.messages import KINDS, Hello, RankBeat, RankFailed, Task, _column, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import (
@@ -46,6 +46,7 @@ from hybridrt.parallel.tasks import (
     MaskTask,
     PrefixCopy,
 )
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.parallel.torchrun import World
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
@@ -409,6 +410,72 @@ def test_a_replica_that_cannot_be_sent_to_is_lost_and_ended(
     assert number == 3 and isinstance(lost, Lost) and "has not read its messages" in str(lost)
     assert killed
     replica.send(b"next")
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (pack(RankBeat()), "a message is not what may come now"),
+        (pack(Hello(2, __version__)), "it says that it is number 2, which is none"),
+        (pack(Hello(0, __version__)), "it says that it is number 0, which is none"),
+        (None, "it has not said its number within 0 seconds"),
+    ],
+)
+def test_the_log_says_who_was_refused(
+    message: bytes | None, text: str, links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(rank_start, "_HELLO_S", 0.0)
+    found, until = dict[int, Link](), 0.0
+    if message is not None:
+        links[1].send(message)
+        until = time.monotonic() + 30
+    while not rank_start._is_settled(links[0], until, found, 2, "rank"):
+        time.sleep(0.001)
+    assert text in caplog.text and not found
+    with pytest.raises(PeerGoneError):
+        links[1].listen(10.0)
+
+
+def test_a_number_is_taken_once(links: tuple[Link, Link], caplog: pytest.LogCaptureFixture) -> None:
+    found: dict[int, Link] = {1: links[1]}
+    links[1].send(pack(Hello(1, __version__)))
+    while not rank_start._is_settled(links[0], time.monotonic() + 30, found, 2, "rank"):
+        time.sleep(0.001)
+    assert "it says that it is number 1, which has come" in caplog.text and found == {1: links[1]}
+
+
+@pytest.mark.parametrize("fails", ["_lead", "find_place"])
+def test_a_start_that_fails_leaves_no_directory(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torchrun's rank 0, which has the key in it."""
+
+    def fail(*_: object) -> None:
+        assert [*tmp_path.iterdir()]
+        raise RankError("not all ranks came")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rank_start, "_torchrun_store", dist.HashStore)
+    monkeypatch.setattr(rank_start, "master_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(rank_start, fails, fail)
+    with pytest.raises(RankError, match="not all ranks came"):
+        rank_start.torchrun_ranks.__wrapped__(World(0, 2, 0, 2), "cpu")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_ranks_whose_service_does_not_start_are_let_go(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were started for it. Others may serve another LLM."""
+    closed = list[bool]()
+
+    def fail(*_: object) -> None:
+        raise ConfigError("these ranks serve another LLM")
+
+    ranks: Any = SimpleNamespace(comm=None, start_service=fail, close=lambda: closed.append(True))
+    monkeypatch.setattr(tensor_parallel, "check_split", lambda config: "cpu")
+    monkeypatch.setattr(tensor_parallel, "start_ranks", lambda *_: ranks)
+    with pytest.raises(ConfigError, match="serve another LLM"):
+        TensorParallelExecutor(EngineConfig("embedded", tp_size=2), ranks=None if started else ranks)
+    assert closed == [True] * started
 
 
 def leader(link: Link, timeout: float = 30) -> Ranks:
