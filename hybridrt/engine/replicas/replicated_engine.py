@@ -282,7 +282,8 @@ class ReplicatedEngine:
     def cache_events(self, limit: int) -> CacheSubscription:
         """As `Engine.cache_events`, of all replicas."""
         with self.turns.now:
-            self._present = present = {}
+            present: dict[int, list[CacheEvent]] = {}
+            self._present = present
             for name in self._placement.replicas:
                 self._replicas.links[int(name)].send(encode(Tell()))
             self._await(lambda: {name for name in self._placement.replicas if int(name) not in present})
