@@ -189,11 +189,13 @@ class CausalLM(nn.Module, ABC):
         if self.joined_convs and name.endswith(CONV):
             (linear,) = self.config.linear.values()
             parts, widths = zip(*state_shape(linear).segments)
-            return [(f"{name.removesuffix(CONV)}.{p}_conv1d.weight", _rows(widths, i)) for i, p in enumerate(parts)]
+            stem = name.removesuffix(CONV)
+            return [(f"{stem}.{part}_conv1d.weight", part_of_rows(widths, i)) for i, part in enumerate(parts)]
         return [(name, lambda t: t)]
 
 
-def _rows(widths: Sequence[int], i: int) -> Transform:
+def part_of_rows(widths: Sequence[int], i: int) -> Transform:
+    """Part `i` of rows that are cut into `widths`."""
     return lambda t: t.split(widths)[i]
 
 

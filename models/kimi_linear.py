@@ -101,7 +101,10 @@ def _derive(fields: dict[str, Any]) -> None:
     fields |= {name: linear[theirs] for theirs, name in LINEAR.items() if theirs in linear}
     if fields["layer_types"] is None:
         check_fields(linear, dict.fromkeys(PLACES, list_of(integer(1, count))), "linear_attn_config")
-        if PLACES.keys() <= linear.keys():
+        given = [name for name in PLACES if name in linear]
+        if len(given) == 1:
+            raise ConfigError(f"linear_attn_config has {given[0]} alone; it must have both of {' and '.join(PLACES)}")
+        if given:
             kinds = {layer: kind for name, kind in PLACES.items() for layer in linear[name]}
         else:
             kinds = {i + 1: "full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(count)}

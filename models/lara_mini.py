@@ -20,8 +20,8 @@ from hybridrt.layers.attention import Attention
 from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.rotary import unturned_table
-from hybridrt.layers.weights import TensorPart, Transform
-from hybridrt.models.base import CausalLM
+from hybridrt.layers.weights import TensorPart
+from hybridrt.models.base import CausalLM, part_of_rows
 from hybridrt.models.config.family import GDN, Family, FamilyFields, attention_config, gdn_config
 from hybridrt.recurrent.gdn import GDNKeys, GDNMixer
 
@@ -129,9 +129,4 @@ class LaraMiniForCausalLM(CausalLM):
         gdn = self.config.linear_of(GDNConfig)
         values, heads = gdn.num_v_heads * gdn.head_v_dim, gdn.num_v_heads
         sizes = [2 * gdn.num_k_heads * gdn.head_k_dim + values, values, heads, heads]
-        return [(f"{stem}.{part}.weight", _rows(sizes, i)) for i, part in enumerate(PROJECTIONS)]
-
-
-def _rows(sizes: Sequence[int], i: int) -> Transform:
-    """Part `i` of rows split by `sizes`."""
-    return lambda t: t.split(sizes)[i]
+        return [(f"{stem}.{part}.weight", part_of_rows(sizes, i)) for i, part in enumerate(PROJECTIONS)]

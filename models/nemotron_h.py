@@ -23,6 +23,7 @@ from hybridrt.base.config_fields import (
     FieldTypes,
 )
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.base.errors import ConfigError
 from hybridrt.base.model_config import LayerSpec
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
@@ -81,7 +82,12 @@ def _derive(fields: dict[str, Any]) -> None:
     """Reads lists of blocks from letters if there is no list."""
     if fields["layers_block_type"] is None:
         fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
-    fields["num_hidden_layers"] = len(fields["layers_block_type"])
+    count = len(fields["layers_block_type"])
+    if fields["num_hidden_layers"] not in (None, count):
+        raise ConfigError(
+            f"num_hidden_layers is {fields['num_hidden_layers']}, but the list or the pattern of blocks has {count}"
+        )
+    fields["num_hidden_layers"] = count
     if fields["mtp_layers_block_type"] in (None, MTP_KINDS):
         fields["mtp_layers_block_type"] = _spelled(fields, "mtp_hybrid_override_pattern", "*E")
 

@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 
 from hybridrt.base.errors import MessageError, PeerGoneError
 from hybridrt.channel.auth import TAG_BYTES, Tagger, prove_key
@@ -121,21 +122,30 @@ class SocketChannel:
         if self._gone is None and not self._messages:
             self._poll(select.POLLIN | (select.POLLOUT if self._outgoing else 0), seconds)
 
-    def drain(self, timeout: float) -> None:
-        """Waits until the operating system has all queued bytes. PeerGoneError also after `timeout`
-        seconds."""
-        deadline = time.monotonic() + timeout
-        while self._outgoing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise PeerGoneError(f"the other process has not read its messages for {timeout:g} seconds")
-            self._poll(select.POLLOUT, left)
-        self._check()
+    @property
+    def has_messages(self) -> bool:
+        """Whether `receive` returns some at once."""
+        return bool(self._messages)
 
-    def close(self) -> None:
-        """The other end's next `receive` raises. May be repeated."""
+    def is_drained(self, *, read: bool) -> bool:
+        """Sends queued bytes, and says whether the operating system has all of them. Does not wait.
+
+        Args:
+            read: reads if it has not. Messages that came are for `receive`.
+
+        Raises:
+            PeerGoneError: the other end is gone.
+        """
         self._flush()
-        self._end(PeerGoneError("the channel is closed"))
+        if read and self._outgoing:
+            self._read()
+        self._check()
+        return not self._outgoing
+
+    def close(self, reason: PeerGoneError | None = None) -> None:
+        """The other end's next `receive` raises, and this one's `reason`. May be repeated."""
+        self._flush()
+        self._end(reason or PeerGoneError("the channel is closed"))
 
     def _check(self) -> None:
         if self._gone is not None:
@@ -204,6 +214,8 @@ class SocketChannel:
         self._outgoing.clear()
         self._incoming.clear()
         self._queued = 0
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls it, which `close` does not
         self._socket.close()
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 from weakref import WeakSet
 
-from hybridrt.base.errors import ConfigError, MessageError
+from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError
 from hybridrt.channel.channel import SocketChannel
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
 TIMEOUT_S = 10.0
+TURN_S = 0.05  # a sender looks as often whether another thread still reads
 LOADING_S = 60.0  # at least, while a model is loaded: libraries may keep a process's other threads from running
 PART_BYTES, MAX_LINK_BYTES = 2**23, 2**30
 _LAST, _MORE = b"\0", b"\1"
@@ -48,20 +49,39 @@ class Link:
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel, self._lock, self._sending = channel, threading.Lock(), threading.Lock()
+        self._listening = False  # a thread reads
         self._parts = list[bytes]()  # of a message that has not come to its end
         self._unread = list[bytes]()  # messages that were put back
         disown_in_child(self)
 
     def send(self, message: bytes) -> None:
-        """Returns when the operating system has the message. PeerGoneError; MessageError if it is too
-        long, before any of it is sent."""
+        """Returns when the operating system has the message. PeerGoneError, and the link is closed;
+        MessageError if it is too long, before any of it is sent."""
         check_length(message)
         with self._sending:
-            for start in range(0, max(len(message), 1), PART_BYTES):
-                end = start + PART_BYTES
-                with self._lock:
-                    self._channel.send((_LAST if end >= len(message) else _MORE) + message[start:end])
-                    self._channel.drain(TIMEOUT_S)
+            try:
+                for start in range(0, max(len(message), 1), PART_BYTES):
+                    end = start + PART_BYTES
+                    with self._lock:
+                        self._channel.send((_LAST if end >= len(message) else _MORE) + message[start:end])
+                    self._drain()
+            except BaseException as e:  # the next message would be joined to the half that was sent
+                self.close(e if isinstance(e, PeerGoneError) else None)
+                raise
+
+    def _drain(self) -> None:
+        """Waits until the operating system has what was sent. Reads meanwhile if no other thread does: if the
+        other end sends as much, it waits for a reader, too."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            with self._lock:
+                reads = not self._listening
+                if self._channel.is_drained(read=reads):
+                    return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerGoneError(f"the other process has not read its messages for {TIMEOUT_S:g} seconds")
+            self._poll(select.POLLOUT | (select.POLLIN if reads else 0), min(left, TURN_S))
 
     def listen(self, seconds: float) -> list[bytes]:
         """Waits for messages, at most so many seconds after the last part; empty if none came.
@@ -69,13 +89,19 @@ class Link:
         if self._unread:
             found, self._unread = self._unread, []
             return found
+        with self._lock:
+            self._listening = True  # from here on nothing is read that this thread does not see
+        try:
+            return self._listen(seconds)
+        finally:
+            self._listening = False
+
+    def _listen(self, seconds: float) -> list[bytes]:
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            if self._channel.fileno() >= 0:
-                poll = select.poll()  # select takes no descriptor above 1023
-                poll.register(self._channel, select.POLLIN)
-                poll.poll(1000 * max(0.0, left))
+            if not self._channel.has_messages:  # a sender may have read some
+                self._poll(select.POLLIN, max(0.0, left))
             with self._lock:
                 parts = self._channel.receive()
             messages = self._joined(parts)
@@ -83,6 +109,12 @@ class Link:
                 return messages
             if parts:
                 deadline = time.monotonic() + seconds
+
+    def _poll(self, events: int, seconds: float) -> None:
+        if (descriptor := self._channel.fileno()) >= 0:
+            poll = select.poll()  # select takes no descriptor above 1023
+            poll.register(descriptor, events)
+            poll.poll(1000 * seconds)
 
     def put_back(self, messages: Sequence[bytes]) -> None:
         """The next `listen` returns these messages, the last that it has returned, once more."""
@@ -123,9 +155,10 @@ class Link:
             for message in self.listen(max(0.0, beat_at - time.monotonic())):
                 take(message)
 
-    def close(self) -> None:
+    def close(self, reason: PeerGoneError | None = None) -> None:
+        """A thread that listens, and later calls, raise `reason`."""
         with self._lock:
-            self._channel.close()
+            self._channel.close(reason)
 
     def disown(self) -> None:
         """In a forked child: closes its copy of the connection, unnoticed by the other end."""

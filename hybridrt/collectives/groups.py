@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -289,20 +289,39 @@ def _overlap_from() -> int:
     return int(text)
 
 
-@contextmanager
-def _loopback_if(loopback: bool) -> Iterator[None]:
-    """In this context the environment tells gloo and NCCL to use the loopback interface, if `loopback`."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
-    before = {name: os.environ.get(name) for name in names}
-    interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # macOS has "lo0"
-    os.environ.update(dict.fromkeys(names, interface))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+class _Loopback:
+    """While at least one thread is inside, the environment tells gloo and NCCL to use the loopback
+    interface. The environment belongs to the process.
+    """
+
+    _names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._found = dict[str, str | None]()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._found = {name: os.environ.get(name) for name in self._names}
+                names = (name for _, name in socket.if_nameindex() if name.startswith("lo"))  # macOS has "lo0"
+                os.environ.update(dict.fromkeys(self._names, next(names, "lo")))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            for name, value in () if self._inside else self._found.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+_LOOPBACK = _Loopback()
+
+
+def _loopback_if(loopback: bool) -> AbstractContextManager[None]:
+    return _LOOPBACK if loopback else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -378,7 +397,12 @@ class TPGroup:
             ConfigError: they cannot be cut so.
         """
         shards = self.size if shards is None else shards
-        if count % shards or self.size % shards:
+        if self.size % shards:
+            raise ConfigError(
+                f"{count} {what} in {shards} shards cannot be held alike by tp_size={self.size} ranks; make tp_size a "
+                f"divisor of {count} or a multiple of {shards}"
+            )
+        if count % shards:
             raise ConfigError(
                 f"{count} {what} cannot be cut into {shards} equal shards for tp_size={self.size}; lower tp_size to a "
                 f"divisor of {count}"

@@ -73,10 +73,10 @@ class PeerMemory:
         reached = _NONE not in found
         for peer in {*range(size)} - {rank} if reached else ():
             other = unpack(bytes.fromhex(found[peer]), SharedBox)
-            number = gpu_of(other.gpu)
-            reached = reached and number is not None and reaches(device, number)
-            if reached:
-                addresses[peer], shared[peer] = open_shared(other), other
+            address = _open(other, peer, device) if reached else None
+            reached = address is not None
+            if address is not None:
+                addresses[peer], shared[peer] = address, other
         peers = cls(box, addresses, rank, {addresses[peer]: other for peer, other in shared.items()})
         # All ranks decide alike: each reads whether all others reach all boxes.
         store.set(f"reach/{rank}", "1" if reached else _NONE)
@@ -87,9 +87,7 @@ class PeerMemory:
             peers.close()
             raise
         peers.close()
-        logger.warning(
-            "GPU %d and those of the other ranks do not all reach each other's memory: sums use NCCL", device.index
-        )
+        logger.warning("%s and the GPUs of the other ranks do not all reach each other's memory: sums use NCCL", device)
         return None
 
     def serves(self, x: torch.Tensor) -> bool:
@@ -161,3 +159,16 @@ class PeerMemory:
         for address, box in self._shared.items():
             close_shared(address, box)
         self._shared = {}
+
+
+def _open(box: SharedBox, rank: int, device: torch.device) -> int | None:
+    """The address of another rank's box for this device. None, and the log says why, if it cannot be mapped: the other
+    ranks wait for an answer."""
+    number = gpu_of(box.gpu)
+    if number is None or not reaches(device, number):
+        return None
+    try:
+        return open_shared(box)
+    except RankError as e:
+        logger.warning("%s cannot map the memory of rank %d: %s", device, rank, e)
+        return None

@@ -303,7 +303,7 @@ def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Segment:
     """`size` rows (columns of a RowLinear), sharded over `shards` ranks. None: all ranks. Fewer:
-    ranks share a copy (KV heads or groups). `bias`: the checkpoint's matrix has one."""
+    ranks share a copy (KV heads, or a single group of B and C). `bias`: the checkpoint's matrix has one."""
 
     name: str
     size: int

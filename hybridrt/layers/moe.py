@@ -235,12 +235,11 @@ class Experts(nn.Module):
     ) -> dict[str, CheckpointTarget]:
         """Maps `key`.{gate,up,down}_proj.weight to `count` experts from `first` on, as in the stack."""
         found: dict[str, CheckpointTarget] = {}
+        total = self.local * self.cut.size
         for i, matrix in enumerate(self.matrices):
-            total = self.local * self.cut.size
             part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up, total)
             found |= self.method.targets(f"{key}.{matrix}_proj", part)
         scale = self.scales[first >= self.held]
-        total = self.local * self.cut.size
         part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down, total, scale)
         return found | self.method.targets(f"{key}.down_proj", part)
 

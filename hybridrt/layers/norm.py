@@ -64,7 +64,8 @@ class RMSNorm(nn.Module):
 
 
 class SharedRMSNorm(RMSNorm):
-    """RMS norm of a vector of `size` numbers over all ranks, each on `copies` ranks."""
+    """RMS norm of a vector of `size` numbers that is cut into `shards`. tp.size / shards ranks hold the
+    same one. Takes no residual if there are several."""
 
     def __init__(self, name: str, size: int, eps: float, *, shards: int, build: Build) -> None:
         super().__init__(name, size // shards, eps, device=build.device)
@@ -74,6 +75,7 @@ class SharedRMSNorm(RMSNorm):
         x = summed(x)
         if self.shards == 1:
             return super().forward(x, residual)
+        assert residual is None, "a norm over several ranks takes no residual"
         h = x.float()
         copies = self.tp.size // self.shards
         squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True)) / copies

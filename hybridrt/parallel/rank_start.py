@@ -1,6 +1,7 @@
 """How tensor-parallel ranks start and find each other: processes started here, or torchrun's."""
 
 import atexit
+import logging
 import os
 import secrets
 import shutil
@@ -32,6 +33,8 @@ from hybridrt.parallel.messages import FromRank, Hello, RankFailed
 from hybridrt.parallel.ranks import LOOPBACK, Ranks
 from hybridrt.parallel.torchrun import World, master_host
 from hybridrt.runtime.load.start_kernels import StartAhead, name_of
+
+logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "HYBRIDRT_TP_KEY"
 STARTING_S = 300.0
@@ -160,14 +163,17 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
     """
     key, timeout = _torchrun_key(world), rank_timeout()
     store = _torchrun_store()
-    if key is None:
-        place, listener = open_place()
-    else:
-        listener = Listener((master_host(), 0), key)
-        place = RankPlace(master_host(), listener.port, key, store)
-    store.set(_PLACE, place.directory or str(place.port))
-    with closing(listener):
-        ranks = _lead(place, listener, world.size, rank_device(kind, world.local_rank), timeout)
+    with ExitStack() as undo:
+        if key is None:
+            place, listener = open_place()
+            undo.callback(shutil.rmtree, str(place.directory), ignore_errors=True)
+        else:
+            listener = Listener((master_host(), 0), key)
+            place = RankPlace(master_host(), listener.port, key, store)
+        with closing(listener):
+            store.set(_PLACE, place.directory or str(place.port))
+            ranks = _lead(place, listener, world.size, rank_device(kind, world.local_rank), timeout)
+        undo.pop_all()
     atexit.register(ranks.close)
     return ranks
 
@@ -206,10 +212,15 @@ def _torchrun_store() -> dist.Store:
 def open_place() -> tuple[RankPlace, Listener]:
     """Makes a directory that only this user can read."""
     directory = tempfile.mkdtemp(prefix="hybridrt-")
-    key = secrets.token_bytes(32)
-    listener = Listener((LOOPBACK, 0), key)
-    Path(directory, "key").write_text(f"{listener.port} {key.hex()}")
-    return find_place(directory), listener
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        key = secrets.token_bytes(32)
+        listener = Listener((LOOPBACK, 0), key)
+        undo.callback(listener.close)
+        Path(directory, "key").write_text(f"{listener.port} {key.hex()}")
+        place = find_place(directory)
+        undo.pop_all()
+    return place, listener
 
 
 def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -> "subprocess.Popen[bytes]":
@@ -238,13 +249,8 @@ def accept_links(
         while len(links) < size - 1:
             unnamed |= {Link(channel): time.monotonic() + _HELLO_S for channel in listener.accept()}
             for link, until in list(unnamed.items()):
-                if (rank := _presented(link, until)) == 0:
-                    continue
-                del unnamed[link]
-                if rank is None or rank not in range(1, size) or rank in links:
-                    link.close()
-                else:
-                    links[rank] = link
+                if _is_settled(link, until, links, size, name):
+                    del unnamed[link]
             for rank, process in enumerate(processes, 1):
                 if process.poll() is not None:
                     why = _told(links.get(rank)) or f"it {ending_of(process.returncode)}; see its output"
@@ -272,19 +278,37 @@ def _told(link: Link | None) -> str | None:
     return None
 
 
-def _presented(link: Link, until: float) -> int | None:
-    """The rank of its first message; 0 while none has come, None if there is none at the time `until`. RankError
-    if it has another version."""
+def _is_settled(link: Link, until: float, links: dict[int, Link], size: int, name: str) -> bool:
+    """Whether it is known whose link this is: it is in `links` then, or closed, and the log says why. RankError if it
+    has another version."""
     try:
-        found = link.listen(0.0)
-        if not found:
-            return 0 if time.monotonic() < until else None
-        hello = unpack(found[0], Hello)
-    except PeerGoneError:
-        return None
+        if (rank := _presented(link, until)) is None:
+            return False
+        if rank not in range(1, size) or rank in links:
+            raise PeerGoneError(f"it says that it is number {rank}, which {'has come' if rank in links else 'is none'}")
+        links[rank] = link
+    except PeerGoneError as e:
+        logger.warning("a process that has the key of a %s was refused: %s", name, e)
+        link.close()
+    return True
+
+
+def _presented(link: Link, until: float) -> int | None:
+    """The rank of its first message; None while none has come.
+
+    Raises:
+        PeerGoneError: there is none at the time `until`, or another message.
+        RankError: it has another version.
+    """
+    found = link.listen(0.0)
+    if not found:
+        if time.monotonic() < until:
+            return None
+        raise PeerGoneError(f"it has not said its number within {_HELLO_S:g} seconds")
+    hello = unpack(found[0], Hello)
     link.put_back(found[1:])  # heartbeats, or why the rank has failed
     if hello.version != __version__:
         link.close()
         raise RankError(f"rank {hello.rank} has version {hello.version or 'unknown'} of hybridrt, and rank 0 has "
                         f"{__version__}: install one version for all ranks")  # fmt: skip
-    return hello.rank or None
+    return hello.rank

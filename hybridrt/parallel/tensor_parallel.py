@@ -71,7 +71,12 @@ class TensorParallelExecutor:
             meanwhile()
         self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead, meanwhile)
         comm = self.ranks.comm
-        self.ranks.start_service(config, experts)
+        try:
+            self.ranks.start_service(config, experts)
+        except BaseException:
+            if started:  # others may serve another LLM, which goes on
+                self.ranks.close()
+            raise
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from hybridrt.base.errors import RankError
+from hybridrt.channel.codec import pack
+from hybridrt.collectives import peer_memory
+from hybridrt.collectives.cuda_ipc import SharedBox
 from hybridrt.collectives.peer_memory import BLOCK, PROGRAMS, ROW_WORDS, PeerMemory
 
 
@@ -110,3 +115,29 @@ def test_what_is_left_to_nccl() -> None:
         torch.zeros(4, dtype=torch.int32), torch.zeros(8, 8).t(),
     ):  # fmt: skip
         assert not peers.serves(x), x.shape
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_all_ranks_use_nccl_if_one_cannot_map_a_box(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells the others, which would wait for its answer. What it has mapped is given back."""
+    store, opened, closed = dist.HashStore(), list[int](), list[int]()
+
+    def open_shared(box: SharedBox) -> int:
+        if refused and len(opened) == 1:
+            raise RankError("cuIpcOpenMemHandle_v2 failed")
+        opened.append(box.offset)
+        return 4096 * len(opened)
+
+    monkeypatch.setattr(peer_memory, "synchronize", lambda device: None)
+    monkeypatch.setattr(peer_memory, "share", lambda box: SharedBox("gpu", b"", 0))
+    monkeypatch.setattr(peer_memory, "gpu_of", lambda name: 0)
+    monkeypatch.setattr(peer_memory, "reaches", lambda device, number: True)
+    monkeypatch.setattr(peer_memory, "open_shared", open_shared)
+    monkeypatch.setattr(peer_memory, "close_shared", lambda address, box: closed.append(address))
+    for rank in (1, 2):
+        store.set(f"box/{rank}", pack(SharedBox("gpu", b"", rank)).hex())
+        store.set(f"reach/{rank}", "1")
+    peers = PeerMemory.connect(store, 0, 3, torch.device("cpu"), store.get)
+    assert (peers is None) == refused
+    assert bytes(store.get("reach/0")) == (b"-" if refused else b"1")
+    assert opened == ([1] if refused else [1, 2]) and closed == ([4096] if refused else [])

@@ -4,24 +4,48 @@ import asyncio
 import dataclasses
 import gc
 import os
+import queue
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM, AsyncLLM, SamplingParams
-from hybridrt.base.errors import CheckpointError, ConfigError, DeviceError, EngineError, MessageError, RankError
+from hybridrt.base.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    EngineError,
+    GrammarError,
+    MessageError,
+    NoTokenLeftError,
+    QueueFullError,
+    RankError,
+)
 from hybridrt.channel import control
 from hybridrt.channel.control import TIMEOUT_VARIABLE
 from hybridrt.engine.replicas import replicated_engine, start
-from hybridrt.engine.replicas.messages import FromReplica, ReplicaFailed, Stepped, decode, encode
+from hybridrt.engine.replicas.messages import (
+    Contents,
+    FromReplica,
+    ReplicaFailed,
+    ReplicaReady,
+    Stepped,
+    WasReset,
+    decode,
+    encode,
+)
 from hybridrt.engine.replicas.start import Lost, Replicas
 from hybridrt.engine.request.outputs import Delta, EngineCounters, RequestMetrics
+from hybridrt.fleet.placement import Replica
 from hybridrt.fleet.prefix_mirror import PrefixMirror, names_of
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheMiss
 from tests.models.test_vision import OMNI, QWEN, seeing
@@ -168,6 +192,76 @@ def test_a_lost_replica_ends_its_requests_alone(checkpoints: CheckpointStore, mo
         assert isinstance(caught.value.__cause__, RankError), "no later request can succeed: a loop ends"
 
 
+def test_a_lost_replica_ends_those_that_share_its_experts(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others: kernels would wait for its experts for ever."""
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        engine: Any = llm.engine
+        ended = list[int]()
+        for link in engine._replicas.links:
+            link.end = partial(ended.append, link.number)
+        engine._shares_experts = True
+        engine._lose(1, RankError("it is gone"))
+        assert ended == [0, 1] and not engine._placement.replicas
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        engine = llm.engine
+        for link in engine._replicas.links:
+            link.end = partial(pytest.fail, "it shares nothing")
+        engine._lose(1, RankError("it is gone"))
+        assert [*engine._placement.replicas] == ["0"]
+
+
+@pytest.mark.parametrize("wait", ["reset_prefix_cache", "cache_events", "finish_launched"])
+def test_a_replica_that_does_not_answer_is_lost(
+    wait: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends heartbeats, so nothing else ends the wait. The other one's answer is there at once."""
+    monkeypatch.setattr(replicated_engine, "ANSWER_S", 0.0)
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        engine: Any = llm.engine
+        (hangs, answers), ended = engine._replicas.links, list[int]()
+        hangs.end, hangs.send = partial(ended.append, 0), lambda data: None
+        answers.end = partial(pytest.fail, "it answers")
+        answers.send = lambda data: [
+            engine._replicas.inbox.put((1, each)) for each in (WasReset(done=True), Contents([]))
+        ]
+        engine._placement.remove("1")
+        engine.add_request([5, 6], greedy(9), "a")
+        engine._placement.add(Replica("1", None))
+        match wait:
+            case "reset_prefix_cache":
+                assert engine.reset_prefix_cache()
+            case "cache_events":
+                engine.cache_events(9)
+            case _:
+                engine.abort("a")
+                engine.finish_launched()
+        assert ended == [0] and [*engine._placement.replicas] == ["1"]
+        (delta,) = engine.step()
+        assert "replica 0 was lost: it has not answered for 0 seconds" in str(delta.error)
+
+
+def test_no_cache_is_emptied_once_every_replica_is_lost(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        for number in range(2):
+            llm.engine._handle(number, Lost("it ended"))  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match="every replica was lost; build a new LLM"):
+            llm.reset_prefix_cache()
+
+
+def test_a_replica_that_is_not_ready_after_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "OTHERS_S", 0.0)
+    replicas = object.__new__(Replicas)
+    replicas.inbox = queue.SimpleQueue()
+    replicas.links = [SimpleNamespace(number=i, send=lambda data: None) for i in range(3)]  # type: ignore[misc]
+    replicas.inbox.put((1, ReplicaReady(None, None)))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"replicas \[0, 2\] are not ready 0 seconds after another one"):
+        replicas._load(start.EngineConfig("embedded", device="cpu", dp_size=3), "")
+
+
 def test_what_a_replica_refuses_ends_that_request(
     checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +270,24 @@ def test_what_a_replica_refuses_ends_that_request(
         monkeypatch.setattr("hybridrt.engine.replicas.replica.array", lambda data: _Beyond())
         with pytest.raises(EngineError, match="token id 100000 is outside the vocabulary"):
             llm.generate([prepared], greedy(3))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("kind", "seen"), [(GrammarError, GrammarError), (NoTokenLeftError, NoTokenLeftError),
+                                           (QueueFullError, EngineError)])  # fmt: skip
+def test_an_error_of_a_replica_keeps_its_class(
+    kind: type[Exception], seen: type[Exception], checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers answer 400 to some and 500 to others. A request ends with an EngineError of some class."""
+
+    def submit(*_: object, **__: object) -> None:
+        raise kind("a limit")
+
+    with replicated(checkpoints["falcon-split"].path, monkeypatch) as llm:
+        for each in llm.engine._replicas.llms:  # type: ignore[attr-defined]
+            monkeypatch.setattr(each.engine, "submit", submit)
+        with pytest.raises(EngineError, match="a limit") as caught:
+            llm.generate([5, 6], greedy(3))
+        assert type(caught.value) is seen
 
 
 class _Beyond:
@@ -274,6 +386,35 @@ def test_deltas_arrive_as_they_were_sent() -> None:
     assert str(got.error) == "no" and isinstance(got.error, EngineError)
     got.error = sent.error
     assert got == sent and message.counters.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        (["GrammarError", "no"], GrammarError),
+        (["NoTokenLeftError", "no"], NoTokenLeftError),
+        (["CheckpointError", "no"], EngineError),  # a request does not end so
+        (["HandshakeError", "no"], EngineError),  # is made of more than a text
+        (["annotations", "no"], EngineError),
+        (["OSError", "no"], EngineError),
+    ],
+)
+def test_requests_end_with_known_errors_alone(sent: list[str], kind: type) -> None:
+    delta = Delta("a", 0, [], "", None, "abort", None, EngineError("no"))
+    data = encode(Stepped([delta], EngineCounters(), 0.0, []))
+    other = data.replace(msgspec.msgpack.encode(["EngineError", "no"]), msgspec.msgpack.encode(sent))
+    (got,) = decode(other, FromReplica).deltas
+    assert type(got.error) is kind and str(got.error) == "no"
+    with pytest.raises(MessageError):
+        decode(data.replace(msgspec.msgpack.encode(["EngineError", "no"]), msgspec.msgpack.encode("no")), FromReplica)
+
+
+def test_a_replica_that_fails_says_with_which_error() -> None:
+    for kind in (ConfigError, CheckpointError, RankError, DeviceError):
+        assert type(start.as_error(1, ReplicaFailed(kind.__name__, "no"))) is kind
+    for name in ("HandshakeError", "Any", "OSError", "RequestError"):
+        assert type(start.as_error(1, ReplicaFailed(name, "no"))) is EngineError
+    assert str(start.as_error(1, ReplicaFailed("RankError", "no"))) == "replica 1: no"
 
 
 # Replicas as processes

@@ -3,13 +3,16 @@
 import ast
 import os
 import pickle
+import queue
 import random
 import secrets
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +35,9 @@ from hybridrt.channel.control import PART_BYTES, TIMEOUT_VARIABLE, Link, rank_ti
 from hybridrt.channel.listener import Listener
 from hybridrt.collectives import groups
 from hybridrt.collectives.groups import Communicator
+from hybridrt.engine.replicas.start import Lost, ReplicaLink
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
-from hybridrt.parallel import rank_start
+from hybridrt.parallel import rank_start, tensor_parallel
 from hybridrt.parallel.messages import KINDS, Hello, RankBeat, RankFailed, Task, _column, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tasks import (
@@ -42,6 +46,7 @@ from hybridrt.parallel.tasks import (
     MaskTask,
     PrefixCopy,
 )
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.parallel.torchrun import World
 from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
@@ -306,6 +311,171 @@ def test_a_large_message_arrives_while_the_sender_does_something_else(links: tup
     links[0].send(message)
     thread.join()
     assert got == [message]
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """A thread that runs it, and what it returned or raised."""
+    found = list[object]()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except PeerGoneError as e:
+            found.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_both_ends_send_more_than_the_network_holds(links: tuple[Link, Link]) -> None:
+    """At the same time, and no thread listens until its own message is sent."""
+    sent = [random.Random(i).randbytes(32_000_000) for i in range(2)]
+
+    def exchange(end: int) -> list[bytes]:
+        links[end].send(sent[end])
+        return links[end].listen(30.0)
+
+    exchanges = [in_thread(partial(exchange, end)) for end in range(2)]
+    for thread, _ in exchanges:
+        thread.join()
+    assert [found for _, found in exchanges] == [[[sent[1]]], [[sent[0]]]]
+
+
+def test_what_a_sender_has_read_is_listened_to_at_once(links: tuple[Link, Link]) -> None:
+    sender, _ = in_thread(lambda: links[0].send(bytes(32_000_000)))
+    links[1].send(b"a")
+    while not links[0]._channel.has_messages:
+        assert sender.is_alive(), "it reads while it waits"
+        time.sleep(0.001)
+    links[1].listen(30.0)
+    sender.join()
+    listener, found = in_thread(lambda: links[0].listen(600))
+    listener.join(20)
+    assert found == [[b"a"]]
+
+
+def test_a_sender_leaves_reading_to_the_thread_that_listens(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would not wake up for what is read already."""
+    reads, is_drained = list[bool](), links[0]._channel.is_drained
+
+    def spy(*, read: bool) -> bool:
+        reads.append(read)
+        return is_drained(read=read)
+
+    monkeypatch.setattr(links[0]._channel, "is_drained", spy)
+    links[0].send(b"")
+    listener, _ = in_thread(lambda: links[0].listen(600))
+    while not links[0]._listening:
+        time.sleep(0.001)
+    links[0].send(b"")
+    links[1].send(b"a")
+    listener.join()
+    links[0].send(b"")
+    assert reads == [True, False, True]
+
+
+def test_a_link_that_could_not_send_is_closed(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the message is sent: the next one would be joined to it. A thread that listens wakes up at once."""
+    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
+    listener, found = in_thread(lambda: links[0].listen(600))
+    with pytest.raises(PeerGoneError, match=r"has not read its messages for 0\.1 seconds"):
+        links[0].send(bytes(32_000_000))
+    listener.join(20)
+    assert "has not read its messages" in str(found)
+    with pytest.raises(PeerGoneError, match="has not read its messages"):
+        links[0].send(b"next")
+    with pytest.raises(PeerGoneError):
+        while True:
+            assert not links[1].listen(10.0), "no whole message"
+
+
+def test_a_replica_that_cannot_be_sent_to_is_lost_and_ended(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may run on without its link."""
+    killed = list[bool]()
+
+    def wait(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("replica", timeout)
+
+    process: Any = SimpleNamespace(kill=lambda: killed.append(True), wait=wait)
+    inbox = queue.SimpleQueue[tuple[int, Any]]()
+    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
+    replica = ReplicaLink(3, links[0], process, inbox, 600)
+    replica.send(bytes(32_000_000))
+    number, lost = inbox.get(timeout=20)
+    assert number == 3 and isinstance(lost, Lost) and "has not read its messages" in str(lost)
+    assert killed
+    replica.send(b"next")
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (pack(RankBeat()), "a message is not what may come now"),
+        (pack(Hello(2, __version__)), "it says that it is number 2, which is none"),
+        (pack(Hello(0, __version__)), "it says that it is number 0, which is none"),
+        (None, "it has not said its number within 0 seconds"),
+    ],
+)
+def test_the_log_says_who_was_refused(
+    message: bytes | None, text: str, links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(rank_start, "_HELLO_S", 0.0)
+    found, until = dict[int, Link](), 0.0
+    if message is not None:
+        links[1].send(message)
+        until = time.monotonic() + 30
+    while not rank_start._is_settled(links[0], until, found, 2, "rank"):
+        time.sleep(0.001)
+    assert text in caplog.text and not found
+    with pytest.raises(PeerGoneError):
+        links[1].listen(10.0)
+
+
+def test_a_number_is_taken_once(links: tuple[Link, Link], caplog: pytest.LogCaptureFixture) -> None:
+    found: dict[int, Link] = {1: links[1]}
+    links[1].send(pack(Hello(1, __version__)))
+    while not rank_start._is_settled(links[0], time.monotonic() + 30, found, 2, "rank"):
+        time.sleep(0.001)
+    assert "it says that it is number 1, which has come" in caplog.text and found == {1: links[1]}
+
+
+@pytest.mark.parametrize("fails", ["_lead", "find_place"])
+def test_a_start_that_fails_leaves_no_directory(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torchrun's rank 0, which has the key in it."""
+
+    def fail(*_: object) -> None:
+        assert [*tmp_path.iterdir()]
+        raise RankError("not all ranks came")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rank_start, "_torchrun_store", dist.HashStore)
+    monkeypatch.setattr(rank_start, "master_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(rank_start, fails, fail)
+    with pytest.raises(RankError, match="not all ranks came"):
+        rank_start.torchrun_ranks.__wrapped__(World(0, 2, 0, 2), "cpu")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_ranks_whose_service_does_not_start_are_let_go(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were started for it. Others may serve another LLM."""
+    closed = list[bool]()
+
+    def fail(*_: object) -> None:
+        raise ConfigError("these ranks serve another LLM")
+
+    ranks: Any = SimpleNamespace(comm=None, start_service=fail, close=lambda: closed.append(True))
+    monkeypatch.setattr(tensor_parallel, "check_split", lambda config: "cpu")
+    monkeypatch.setattr(tensor_parallel, "start_ranks", lambda *_: ranks)
+    with pytest.raises(ConfigError, match="serve another LLM"):
+        TensorParallelExecutor(EngineConfig("embedded", tp_size=2), ranks=None if started else ranks)
+    assert closed == [True] * started
 
 
 def leader(link: Link, timeout: float = 30) -> Ranks:

@@ -1,13 +1,15 @@
 """Messages between a data-parallel engine and its replicas."""
 
 from collections.abc import Sequence
+from inspect import isfunction
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from hybridrt.base import errors
 from hybridrt.base.engine_config import EngineConfig
-from hybridrt.base.errors import EngineError, MessageError
+from hybridrt.base.errors import EngineError, HybridrtError, MessageError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import EncoderInput, Span
 from hybridrt.channel.codec import Message, unpack
@@ -171,14 +173,26 @@ def array(data: bytes, *shape: int) -> np.ndarray:
     return np.frombuffer(data, "<i4").reshape(shape or (-1,))
 
 
+def error_of(kind: str, text: str) -> HybridrtError:
+    """The error that a replica has sent. Another one than of hybridrt.errors, or one that is made of more than a text,
+    becomes EngineError."""
+    found = vars(errors).get(kind)
+    if not (isinstance(found, type) and issubclass(found, HybridrtError)) or isfunction(found.__init__):
+        found = EngineError
+    error: HybridrtError = found(text)
+    return error
+
+
 def _plain(value: Any) -> Any:
-    """An error as its text, an integer of NumPy as one of Python."""
-    return str(value) if isinstance(value, EngineError) else value.item()
+    """An error as its class and its text, an integer of NumPy as one of Python."""
+    return (type(value).__name__, str(value)) if isinstance(value, EngineError) else value.item()
 
 
 def _hook(kind: type, value: Any) -> Any:
-    if kind is EngineError and isinstance(value, str):
-        return EngineError(value)
+    if kind is EngineError:
+        name, text = msgspec.convert(value, tuple[str, str])
+        error = error_of(name, text)
+        return error if isinstance(error, EngineError) else EngineError(text)
     raise ValueError(f"a {kind.__name__} is not sent")
 
 

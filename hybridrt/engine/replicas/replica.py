@@ -167,7 +167,8 @@ class ReplicaLoop:
                 prepared, message.request_id, queue=self._deltas, stream=message.stream, client=message.client
             )
         except HybridrtError as e:  # grammars are compiled here, too
-            metrics, error = RequestMetrics(len(tokens), time.monotonic()), EngineError(str(e))
+            metrics = RequestMetrics(len(tokens), time.monotonic())
+            error = e if isinstance(e, EngineError) else EngineError(str(e))
             failed = [
                 Delta(message.request_id, index, [], "", None, "abort", metrics, error)
                 for index in range(message.params.n)

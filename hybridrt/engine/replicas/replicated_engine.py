@@ -3,7 +3,7 @@
 import queue
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NoReturn, get_args
@@ -15,6 +15,7 @@ from hybridrt.base.model_config import ModelConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
 from hybridrt.base.turns import Change, Turns, weakly
+from hybridrt.collectives.groups import COLLECTIVE
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.replicas.messages import (
@@ -47,6 +48,8 @@ from hybridrt.mem_cache.prefix_tree.cache_key import CacheKey
 
 NAMING_S = 5.0  # for a lost replica to be named, after others have failed because of it
 WAIT_S = 0.002  # for news of replicas in a step: new requests and aborts wait as long
+ANSWER_S = COLLECTIVE.total_seconds()  # for an answer of a replica that sends heartbeats: a step may compile
+ALL_LOST = "every replica was lost; build a new LLM"
 # Counters of the present: a lost replica has none of these.
 _NOW = (
     "running", "waiting", "free_rows", "free_slots", "free_pages", "total_pages", "kv_bytes_held", "cached_slots",
@@ -177,7 +180,7 @@ class ReplicatedEngine:
                 request.placed = self._placement.place(names_of(ids, self.cache_key(params)))
                 self._link(request).send(data)
             else:
-                self._fail(request, RankError("every replica was lost; build a new LLM"))
+                self._fail(request, RankError(ALL_LOST))
         return name
 
     def cache_key(self, params: SamplingParams) -> CacheKey:
@@ -204,8 +207,7 @@ class ReplicatedEngine:
         """Waits until aborted requests have ended."""
         with self.turns.now:
             self._abort_abandoned()
-            while any(request.aborted for request in self._running.values()):
-                self._take_news(WAIT_S)
+            self._await(lambda: {r.placed.replica.name for r in self._running.values() if r.aborted and r.placed})
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`, but the last deltas come once the replica has ended its step."""
@@ -227,13 +229,14 @@ class ReplicatedEngine:
         self._abandoned.note(queue)
 
     def reset_prefix_cache(self) -> bool:
-        """As `Engine.reset_prefix_cache`, of all replicas."""
+        """As `Engine.reset_prefix_cache`, of all replicas. EngineError if all are lost."""
         with self.turns.now:
             self._resets.clear()
             for name in self._placement.replicas:
                 self._replicas.links[int(name)].send(encode(Reset()))
-            while not self._placement.replicas.keys() <= self._resets.keys():
-                self._take_news(WAIT_S)
+            self._await(lambda: self._placement.replicas.keys() - self._resets.keys())
+            if not self._placement.replicas:
+                raise EngineError(ALL_LOST)
             return all(self._resets.values())
 
     def has_unfinished(self) -> bool:
@@ -279,12 +282,12 @@ class ReplicatedEngine:
     def cache_events(self, limit: int) -> CacheSubscription:
         """As `Engine.cache_events`, of all replicas."""
         with self.turns.now:
-            self._present = {}
+            present: dict[int, list[CacheEvent]] = {}
+            self._present = present
             for name in self._placement.replicas:
                 self._replicas.links[int(name)].send(encode(Tell()))
-            while not self._present.keys() >= {int(name) for name in self._placement.replicas}:
-                self._take_news(WAIT_S)
-            present, self._present = self._present, None
+            self._await(lambda: {name for name in self._placement.replicas if int(name) not in present})
+            self._present = None
             return self._events.subscribe_after([event for events in present.values() for event in events], limit)
 
     def cache_dump(self, *, text: bool = False) -> NoReturn:
@@ -326,6 +329,16 @@ class ReplicatedEngine:
             self._handle(*self._replicas.inbox.get(wait_s > 0, wait_s))
             while True:
                 self._handle(*self._replicas.inbox.get_nowait())
+
+    def _await(self, missing: Callable[[], Set[str]]) -> None:
+        """Takes news until no replica is missing. One that does not answer within ANSWER_S is lost."""
+        deadline = time.monotonic() + ANSWER_S
+        while missing():
+            self._take_news(WAIT_S)
+            if time.monotonic() > deadline:
+                for number in map(int, missing()):
+                    self._replicas.links[number].end()
+                    self._handle(number, Lost(f"it has not answered for {ANSWER_S:g} seconds"))
 
     def _handle(self, number: int, message: Any) -> None:
         if str(number) not in self._placement.replicas:
@@ -391,7 +404,8 @@ class ReplicatedEngine:
         return number, failed
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Ends the requests of a lost replica, and of the others if they share its experts."""
+        """Ends the requests of a lost replica. If the others share its experts, ends them, too: their kernels would
+        wait for it for ever."""
         names = [str(number), *self._placement.replicas] if self._shares_experts else [str(number)]
         for name in dict.fromkeys(names):
             self._placement.remove(name)
@@ -399,6 +413,9 @@ class ReplicatedEngine:
                 self._events.cleared("failed", tier, int(name))
         if not self._placement.replicas and not self._shares_experts:
             error = RankError(f"{error}; every other replica was lost before")
+        if self._shares_experts:
+            for link in self._replicas.links:
+                link.end()
         for name in dict.fromkeys(names):
             self._end_requests(name, error)
 

@@ -7,16 +7,16 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from hybridrt.base import errors
 from hybridrt.base.child_process import ending_of, is_stopped, start_child
 from hybridrt.base.device import gpu_count, resolve_device
 from hybridrt.base.engine_config import EngineConfig
-from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, MessageError, PeerGoneError
+from hybridrt.base.errors import ConfigError, DeviceError, EngineError, HybridrtError, PeerGoneError
 from hybridrt.channel.control import LOADING_S, Link, disown_in_child, rank_timeout
+from hybridrt.collectives.groups import COLLECTIVE
 from hybridrt.engine.replicas.messages import (
     FromReplica,
     ReplicaBeat,
@@ -25,6 +25,7 @@ from hybridrt.engine.replicas.messages import (
     Start,
     decode,
     encode,
+    error_of,
 )
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.rank_start import accept_links, open_place
@@ -32,6 +33,7 @@ from hybridrt.parallel.torchrun import world
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NAMING_S = 5.0
+OTHERS_S = COLLECTIVE.total_seconds()  # from one that is ready to the next one: all read the same model
 
 
 class Lost(Exception):
@@ -57,13 +59,9 @@ class ReplicaLink:
 
     def send(self, message: bytes) -> None:
         """Sends an encoded ToReplica. Does nothing if the replica is gone: its `Lost` is in the inbox, or
-        soon is."""
-        try:
+        soon is, because a link that could not send is closed."""
+        with suppress(PeerGoneError):
             self._link.send(message)
-        except MessageError:
-            raise
-        except PeerGoneError:
-            pass
 
     def end(self) -> None:
         """The process ends at once, and its ranks with it. May be repeated."""
@@ -84,9 +82,9 @@ class ReplicaLink:
                     if not isinstance(message, ReplicaBeat):
                         self._inbox.put((self.number, message))
             reason = "it has sent no heartbeat in time"
-            self.process.kill()
         except PeerGoneError as e:
             reason = self._ending() or str(e)
+        self.process.kill()  # it may run without its link
         if not self._leaving:
             self._inbox.put((self.number, Lost(reason)))
         self._link.close()
@@ -145,7 +143,11 @@ class Replicas:
             link.send(encode(Start(config, experts)))
         ready: dict[int, ReplicaReady] = {}
         while len(ready) < len(self.links):
-            number, message = self.inbox.get()
+            try:  # the first may take as long as it needs to read a model
+                number, message = self.inbox.get(timeout=OTHERS_S if ready else None)
+            except queue.Empty:
+                missing = [link.number for link in self.links if link.number not in ready]
+                raise EngineError(f"replicas {missing} are not ready {OTHERS_S:g} seconds after another one") from None
             if not isinstance(message, ReplicaReady):
                 raise as_error(number, message)
             ready[number] = message
@@ -156,11 +158,7 @@ def as_error(number: int, message: ReplicaFailed | Lost) -> HybridrtError:
     """The error of a replica that has ended."""
     if isinstance(message, Lost):
         return EngineError(f"replica {number} was lost: {message}; build a new LLM")
-    kind = vars(errors).get(message.kind)
-    if not (isinstance(kind, type) and issubclass(kind, HybridrtError) and kind.__init__ is HybridrtError.__init__):
-        kind = EngineError
-    found: HybridrtError = kind(f"replica {number}: {message.reason}")
-    return found
+    return error_of(message.kind, f"replica {number}: {message.reason}")
 
 
 def _end(
