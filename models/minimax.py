@@ -126,7 +126,7 @@ class OntoNormed(nn.Module):
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         h = norm(x, residual)[0]
-        return self.part.summand(h, batch), h if self.alpha == 1.0 else h * self.alpha
+        return self.part.output(h, batch), h if self.alpha == 1.0 else h * self.alpha
 
     def targets(self, key: str) -> CheckpointMap:
         return self.part.targets(key)

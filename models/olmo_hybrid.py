@@ -105,8 +105,8 @@ class WholeNormAttention(Attention):
             for part in ("q", "k")
         )  # fmt: skip
 
-    def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden] to [T, hidden]."""
+    def output(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Of tokens without a norm, summed over all ranks: [T, hidden] to [T, hidden]."""
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         q, k = self.q_whole(q)[0], self.k_whole(k)[0]
         return self.o_proj(batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope)))
@@ -117,17 +117,17 @@ class WholeNormAttention(Attention):
 
 
 class PostNormed(nn.Module):
-    """Adds norm(summand(x + residual))."""
+    """Adds norm(output(x + residual))."""
 
     def __init__(
-        self, part: WholeNormAttention | MLP, summand: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
+        self, part: WholeNormAttention | MLP, output: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
     ) -> None:
         super().__init__()
-        self.part, self.summand = part, summand
+        self.part, self.output = part, output
 
     def forward(self, norm: RMSNorm, x: Hidden, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         total = summed(x) if residual is None else summed(x) + residual
-        return norm(self.summand(total, batch))[0], total
+        return norm(self.output(total, batch))[0], total
 
     def targets(self, key: str) -> CheckpointMap:
         return self.part.targets(key)
@@ -150,7 +150,7 @@ class OlmoHybridForCausalLM(CausalLM):
                 bias=hf.attention_bias, build=build,
             )  # fmt: skip
             return [
-                ResidualPart("post_attention_layernorm", "self_attn", PostNormed(attention, attention.summand)),
+                ResidualPart("post_attention_layernorm", "self_attn", PostNormed(attention, attention.output)),
                 ResidualPart("post_feedforward_layernorm", "mlp", PostNormed(mlp, lambda x, _: mlp.summand(x, True))),
             ]
         gdn = GDNMixer(

@@ -97,7 +97,8 @@ class Layer(nn.Module):
             return x + self.out(self.mixer(self.into(self.norm(x)[0]), batch))
         if self.kind in ("gdn", "kda", "short_conv", "simple_gla"):
             return sum(t for t in self.mixer(self.norm, x.clone(), None, batch) if t is not None)  # type: ignore[return-value]
-        return x + self.mixer.summand(self.norm(x)[0], batch)
+        of_one_rank = self.mixer.output if self.kind == "lightning" else self.mixer.summand
+        return x + of_one_rank(self.norm(x)[0], batch)
 
 
 class Stack(ByHand):

@@ -117,8 +117,8 @@ class Attention(nn.Module):
         projected, residual = self.qkv.normed(norm, x, residual)
         return self.o_proj.onto(residual, self._attend(projected, batch))
 
-    def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attention without a norm: [T, hidden] to [T, hidden]."""
+    def output(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of normed tokens, summed over all ranks: [T, hidden] to [T, hidden]."""
         return self.o_proj(self._attend(self.qkv(x), batch))
 
     def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

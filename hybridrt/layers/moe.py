@@ -385,10 +385,11 @@ class MoE(nn.Module):
             return arriving(((self._of_rank(h, batch), rest) for h, rest in pieces), self.experts.tp)
         h, residual = norm(x, residual)
         if self.latent is not None:
-            return self.summand(h, batch), residual
+            return self.output(h, batch), residual
         return summed_later(self._of_rank(h, batch), self.experts.tp), residual
 
-    def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def output(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Of normed tokens, summed over all ranks: [T, hidden] to [T, hidden]."""
         all_reduce = self.experts.tp.all_reduce
         if self.latent is None:
             return all_reduce(self._of_rank(h, batch))

@@ -63,8 +63,8 @@ class LightningMixer(nn.Module):
         self.register_buffer("steps", torch.zeros_like(self.A))
         self.register_buffer("no_taps", torch.empty(3 * self.width, 0, dtype=build.dtype, device=build.device))
 
-    def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden] to [T, hidden]."""
+    def output(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Of normed tokens, summed over all ranks: [T, hidden] to [T, hidden]."""
         vkq, gate = self.in_proj(h).split((3 * self.width, self.width), dim=-1)
         y = batch.attn_backend.run(self, batch, Mamba2Inputs(vkq, self.steps.expand(len(h), -1)))
         return self.out_proj(sigmoid_mul(self.norm(y)[0], gate))
