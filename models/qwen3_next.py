@@ -134,7 +134,7 @@ class Qwen3NextForCausalLM(CausalLM):
         return bool(self.config.hf.norm_topk_prob)
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Stores the shared expert, which has a sigmoid gate, as one more."""
+        """The shared expert has a sigmoid gate. `Experts` stores it as one more where it can."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build_of(layer_id)
         experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu",

@@ -159,10 +159,11 @@ class Experts(nn.Module):
         bias: all matrices of routed experts have biases.
 
     Attributes:
-        held, share: how many routed experts this rank holds, and which are on this rank of any
-            replica; None: all.
+        held: routed experts on this rank.
+        share: the experts on this rank in all replicas, neighbours, which a router keeps; None: all.
+        place: of this rank's experts among all, in units of `held`.
         exchange: sends tokens to other replicas; None without.
-        cut: the ranks that share the channels of each.
+        cut: the ranks that cut the channels of each expert; one rank if they hold whole experts.
     """
 
     def __init__(

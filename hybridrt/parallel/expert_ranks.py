@@ -13,7 +13,7 @@ class ExpertPlace(Message):
     """Where replicas that share the experts of a model find each other.
 
     Attributes:
-        directory: of the front's RankPlace.
+        directory: where the front's ranks meet (RankPlace.directory).
         replica: number of this one, from 0.
     """
 

@@ -22,7 +22,7 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.expert_ranks import ExpertPlace
 from hybridrt.parallel.messages import RankBeat, RankFailed, decode
 from hybridrt.parallel.rank_start import RankPlace, find_place, rank_device, start_gpu
-from hybridrt.parallel.ranks import LOST
+from hybridrt.parallel.ranks import ENDED_WITH_ANOTHER
 from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.launched_step import LaunchedStep
@@ -62,7 +62,7 @@ class Leader:
                 return
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
-            os._exit(LOST)
+            os._exit(ENDED_WITH_ANOTHER)
 
 
 def serve(place: RankPlace, rank: int, size: int, device: torch.device, ahead: StartAhead | None) -> int:
@@ -86,7 +86,7 @@ def serve(place: RankPlace, rank: int, size: int, device: torch.device, ahead: S
             comm.close()
         return 0
     except RankError:
-        return LOST
+        return ENDED_WITH_ANOTHER
     except Exception as e:
         if not isinstance(e, HybridrtError):
             traceback.print_exc()
@@ -106,6 +106,7 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
         config = replace(config, device=str(comm.device))
         replicas = None if experts is None else experts.connect(config, comm.rank, comm.device)
+        experts = None
         tp = TPGroup(comm.rank, comm.size, comm, replicas)
         runner = ModelRunner(config, tp=tp, ahead=ahead)
         _run_tasks(leader, runner)
@@ -135,6 +136,6 @@ def main(directory: str, rank: int, size: int, kind: str, ahead: str | None) -> 
         found = None if ahead is None else load_object(ahead)
         status = serve(find_place(directory), rank, size, rank_device(kind, rank), found)
     except (PeerGoneError, FileNotFoundError):  # rank 0 ended while this process started
-        status = LOST
+        status = ENDED_WITH_ANOTHER
     sys.stdout.flush()
     os._exit(status)

@@ -16,7 +16,7 @@ from hybridrt.collectives.groups import CHECK, Communicator
 from hybridrt.parallel.messages import FromRank, RankFailed, encode
 from hybridrt.parallel.torchrun import master_host
 
-LOST = 75  # ended with another rank
+ENDED_WITH_ANOTHER = 75  # ended with another rank
 NAMING_S = 5.0  # a process may end later than its connections
 LEAVING_S = 30.0
 LOOPBACK = "127.0.0.1"
@@ -210,7 +210,7 @@ class Ranks:
             status = self._processes[rank - 1].wait(NAMING_S)
         except subprocess.TimeoutExpired:
             return None
-        if status == LOST:  # that rank's own thread names it soon
+        if status == ENDED_WITH_ANOTHER:  # that rank's own thread names it soon
             self._named.wait(NAMING_S)
         return f"its process {ending_of(status)}"
 

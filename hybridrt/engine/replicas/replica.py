@@ -41,7 +41,7 @@ from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestMetrics
 from hybridrt.engine.request.prompts import Prompt
 from hybridrt.mem_cache.prefix_tree.cache_events import EVENTS
 from hybridrt.parallel.rank_start import find_place
-from hybridrt.parallel.ranks import LOST
+from hybridrt.parallel.ranks import ENDED_WITH_ANOTHER
 from hybridrt.runtime.run.model_runner import ModelRunner
 
 _FATAL = (RankError, torch.AcceleratorError)  # no later step can succeed
@@ -74,7 +74,7 @@ class Front:
         try:
             self._link.listen_and_beat(encode(ReplicaBeat()), self._interval, self._put)
         except PeerGoneError:
-            os._exit(LOST)
+            os._exit(ENDED_WITH_ANOTHER)
 
 
 class Rounds:
@@ -221,7 +221,7 @@ def main(directory: str, number: int) -> None:
     try:
         front = Front(find_place(directory).join(number))
     except (PeerGoneError, FileNotFoundError):  # the front ended while this process started
-        os._exit(LOST)
+        os._exit(ENDED_WITH_ANOTHER)
     try:
         with undisturbed():
             _serve(front)

@@ -101,7 +101,10 @@ class ReplicaLink:
 
 
 class Replicas:
-    """The processes of a data-parallel engine, loaded. `ready` has what each said then.
+    """The processes of a data-parallel engine. Each has loaded the model.
+
+    Attributes:
+        ready: the ReplicaReady of each, by number.
 
     Raises:
         ConfigError, DeviceError: options that do not go together, or too few GPUs; nothing was started.

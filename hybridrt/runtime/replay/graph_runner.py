@@ -51,7 +51,7 @@ class StaticBuffers:
 
     Args:
         groups: page groups.
-        seq_len_fill: tokens of a padding row, its T tokens counted as one.
+        seq_len_fill: length of a padding row, as if it had one new token.
         forks: drafts may be trees.
         mrope: tokens have positions on three axes.
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).

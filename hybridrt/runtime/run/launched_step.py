@@ -217,26 +217,28 @@ class LaunchedStep:
             decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
             accepted = self._verify(runner, part, decode, of_drafts)
         if lines is not None and lines.on_host[0].size:
-            parts, wanted = runner.row_requirements.required_by_rows(*lines.on_host)
-            if part.graphs is not None and bitmask is None and takes_likeliest(parts):
-                tokens = part.graphs.draw(len(lines.rows))
-            else:
-                tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
-                runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
-            drawn = _Drawn(tokens.unsqueeze(1), None, (), wanted)
-            if wanted:
-                drawn = _with_logprobs(runner, lines, drawn)
-            self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
+            self._sample_lines(runner, part, lines, bitmask)
         if runner.drafter is not None:
             assert batch is not None and part.arrays is not None and part.hidden is not None
             runner.drafter.follow(batch, part.hidden, accepted, part.arrays.prompts)
         if part.scored:
             self._score_prompts(runner, part)
         if part.pooled:
-            assert part.hidden is not None
-            sums = {each.row: each.sum(part.hidden) / runner.model.norm_scale for each in part.pooled}
-            self._pooled |= {row: _to_host(total) for row, total in sums.items()}
-            self._event = record_event(part.hidden.device, self._event)
+            self._pool(runner, part)
+
+    def _sample_lines(
+        self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
+    ) -> None:
+        parts, wanted = runner.row_requirements.required_by_rows(*lines.on_host)
+        if part.graphs is not None and bitmask is None and takes_likeliest(parts):
+            tokens = part.graphs.draw(len(lines.rows))
+        else:
+            tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
+            runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
+        drawn = _Drawn(tokens.unsqueeze(1), None, (), wanted)
+        if wanted:
+            drawn = _with_logprobs(runner, lines, drawn)
+        self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
 
     def _verify(
         self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
@@ -263,6 +265,12 @@ class LaunchedStep:
         logprobs = [_to_host(t) for t in drawn.logprobs]
         self._event = record_event(drawn.tokens.device, self._event)
         return drawn._replace(tokens=tokens, accepted=accepted, logprobs=logprobs)
+
+    def _pool(self, runner: SamplingRunner, part: ForwardPart) -> None:
+        assert part.hidden is not None
+        sums = {each.row: each.sum(part.hidden) / runner.model.norm_scale for each in part.pooled}
+        self._pooled |= {row: _to_host(total) for row, total in sums.items()}
+        self._event = record_event(part.hidden.device, self._event)
 
     def _score_prompts(self, runner: SamplingRunner, part: ForwardPart) -> None:
         hidden, arrays, top = part.hidden, part.arrays, max(w.top for w in part.scored)
