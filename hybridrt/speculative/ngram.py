@@ -9,6 +9,9 @@ from hybridrt.speculative.draft import Draft, merge
 from hybridrt.speculative.drafter import Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
 
+TOKENS_A_STEP = 2048  # that all requests together add to their indices: 7 microseconds each
+_OF_EACH = 32  # that each request may add: more than a step gains
+
 
 class _Ngrams:
     """Where each n-gram of one size ended in a request's text: the next token's position; 0 for
@@ -46,7 +49,8 @@ class _Ngrams:
 class NgramDrafter(Drafter):
     """Looks up the last `longest` tokens in the request's own text, then fewer, down to `shortest`.
 
-    Each request has an index of its n-grams, so a proposal costs time for new tokens only.
+    Each request has an index of its n-grams, so a proposal costs time for new tokens only. A long
+    prompt is added to it over several steps, and nothing is proposed before.
 
     Args:
         topk: matches to propose together: the latest ones of the longest n-gram first.
@@ -65,18 +69,30 @@ class NgramDrafter(Drafter):
         self._indices.pop(request.arrival, None)
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        return [
-            merge([self._continue(request, after, n) for after in self._matches(request)], n)
-            for request, n in zip(requests, max_drafts, strict=True)
-        ]
+        left, drafts = TOKENS_A_STEP, list[Draft]()
+        for request, n in zip(requests, max_drafts, strict=True):
+            added = self._extend(request, max(left, _OF_EACH))
+            left -= added
+            drafts.append(merge([self._continue(request, after, n) for after in self._matches(request)], n))
+        return drafts
 
-    def _matches(self, request: DraftRequest) -> list[int]:
-        """Finds at most `topk` earlier occurrences of the text's end."""
-        index, found = self._indices[request.arrival], list[int]()
+    def _extend(self, request: DraftRequest, most: int) -> int:
+        """Adds at most so many tokens to a request's index. Returns how many it has added."""
+        index, total = self._indices[request.arrival], num_tokens(request)
         start = len(index[0].earlier)  # the longest reach back furthest
-        text = tokens_between(request, start, num_tokens(request))
+        known = start + self.longest - 1 if start else 0
+        end = min(total, known + most)
+        text = tokens_between(request, start, end)
         for ngrams in index:
             ngrams.extend(text, start)
+        return end - known
+
+    def _matches(self, request: DraftRequest) -> list[int]:
+        """Finds at most `topk` earlier occurrences of the text's end; none while its index is not complete."""
+        index, found = self._indices[request.arrival], list[int]()
+        if len(index[-1].earlier) + self.shortest - 1 < num_tokens(request):
+            return found
+        for ngrams in index:
             found += [end for end in ngrams.matches(self.topk) if end not in found]
         return found[: self.topk]
 

@@ -104,6 +104,7 @@ class StateWorths:
         self._states = dict[Node, None]()  # nodes that have a state
         self.answers = dict[Node, None]()
         self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
+        self._changed = dict[Node, int]()  # nodes that other requests await now, and their place among equal worths
 
     def worth_of(self, node: Node) -> float:
         """GreedyDual's value: inflation at the last use (now, while the request that left the state
@@ -128,6 +129,7 @@ class StateWorths:
             return next(iter(self.answers))
         if new is not None and not new.saved:
             return None
+        self._rank_changed()
         while self._heap:
             worth, _, node = heapq.heappop(self._heap)
             if has_idle_state(node):
@@ -139,11 +141,21 @@ class StateWorths:
                 self.enlist(node)
         return None
 
+    def _rank_changed(self) -> None:
+        """Thousands of requests may have come or gone since the last eviction, and each worth looks at all
+        that await the state."""
+        changed, self._changed = self._changed, {}
+        for node, order in changed.items():
+            self._push(node, order)
+
     def enlist(self, node: Node) -> None:
         """Ranks a node's state by its present worth, if it can be evicted. Old ranks stay in the heap, and are
         skipped."""
+        self._push(node, next(self._order))
+
+    def _push(self, node: Node, order: int) -> None:
         if self._is_ranked(node):
-            heapq.heappush(self._heap, (self.worth_of(node), next(self._order), node))
+            heapq.heappush(self._heap, (self.worth_of(node), order, node))
         if len(self._heap) > 64 + 4 * len(self._states):
             self._heap = [(self.worth_of(n), next(self._order), n) for n in self._states if self._is_ranked(n)]
             heapq.heapify(self._heap)
@@ -170,11 +182,11 @@ class StateWorths:
         self._best = max([each.share for each in self.classes.values() if each.made], default=1.0)
 
     def _expected(self, node: Node, arrivals: Collection[int]) -> None:
-        for arrival in arrivals:
-            now = self._awaited.get(arrival)
-            if now is None or now.end < node.end:
-                self.forget(arrival)
-                self.await_state(node, {arrival})
+        moved = {each for each in arrivals if (now := self._awaited.get(each)) is None or now.end < node.end}
+        for arrival in moved:
+            self.forget(arrival)
+        if moved:
+            self.await_state(node, moved)
 
     def _rank(self, node: Node) -> None:
         before = state_before(node)
@@ -227,14 +239,14 @@ class StateWorths:
         self._needed(node)
         node.awaited.update(arrivals)
         self._awaited |= dict.fromkeys(arrivals, node)
-        self.enlist(node)
+        self._changed[node] = next(self._order)
 
     def forget(self, arrival: int) -> None:
         """The request of this number waits for no state any more."""
         node = self._awaited.pop(arrival, None)
         if node is not None:
             node.awaited.discard(arrival)
-            self.enlist(node)
+            self._changed[node] = next(self._order)
 
     def _of_awaited(self, saved: int, arrivals: Collection[int]) -> float:
         """Worth of a state that saves so many tokens to each of these requests: tokens / requests

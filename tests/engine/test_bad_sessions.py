@@ -1,5 +1,6 @@
 """Sessions of finite, useless numbers: whoever hits them computes afresh, and files from elsewhere stay apart."""
 
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from hybridrt import LLM, SamplingParams, SessionError, SpeculativeConfig
-from hybridrt.engine.cache.session_file import NOTE
+from hybridrt.engine.cache.session_file import NOTE, _checksum
 from hybridrt.engine.request.outputs import Delta
 from tests.engine.test_sessions import TEXT, ask, build, rewrite
 from tests.models.test_models_parity import prompts
@@ -178,4 +180,27 @@ def test_a_long_note_is_kept_and_a_short_header(checkpoints: CheckpointStore, tm
         assert llm.load_session(file).note == note
         rewrite(file, lambda tensors, _: tensors.update({NOTE: torch.full((9,), 255, dtype=torch.uint8)}), sign=True)
         with pytest.raises(SessionError, match="no UTF-8"):
+            llm.load_session(file)
+
+
+@pytest.mark.parametrize("name", ["note", "signature", "format", "other"])
+def test_half_a_surrogate_pair_in_the_header_is_refused(
+    checkpoints: CheckpointStore, tmp_path: Path, name: str
+) -> None:
+    """JSON can hold it, and save_session refuses it. The checksum fits."""
+    file = tmp_path / "talk"
+    with build(checkpoints["falcon-plain"].path) as llm:
+        ask(llm, TEXT[:20])
+        llm.save_session(file, TEXT[:20])
+        with safe_open(file, "pt") as old:
+            tensors = {key: old.get_tensor(key) for key in old.keys()}  # noqa: SIM118
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        metadata = header["__metadata__"]
+        metadata[name] = "\ud800"
+        metadata["checksum"] = _checksum(tensors, metadata)
+        changed = json.dumps(header).encode()
+        file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[end:])
+        with pytest.raises(SessionError, match="no Unicode text"):
             llm.load_session(file)

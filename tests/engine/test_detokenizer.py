@@ -19,6 +19,7 @@ from hybridrt.engine.text.tokenizer import Detokenizer, HFTokenizer, load_tokeni
 from hybridrt.runtime.load.model_path import ASSETS
 from tests.support.engine_harness import ByteTokenizer
 
+REPLACED = "\N{REPLACEMENT CHARACTER}"
 TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"
 
 
@@ -42,6 +43,12 @@ def feed(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
         detokenizer.advance([token])
         shown.append(shown[-1] + detokenizer.take_text(final=False))
     return shown[1:]
+
+
+def without_end(text: str) -> str:
+    """Without an unfinished character, of which each byte may be one U+FFFD."""
+    bare = text.rstrip(REPLACED)
+    return bare + REPLACED * (len(text) - len(bare) - 3)
 
 
 def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> tuple[int, str]:
@@ -84,7 +91,7 @@ def test_streamed_text_equals_the_text_decoded_at_once(data: bytes) -> None:
     streamed, at_once = Detokenizer(ByteTokenizer(), [65]), Detokenizer(ByteTokenizer(), [65])
     shown = "".join(feed(streamed, list(data))[-1:])
     streamed.finish([]), at_once.finish(data)
-    text = data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+    text = without_end(data.decode(errors="replace"))
     assert shown + streamed.take_text(final=True) == at_once.take_text(final=True) == text
 
 
@@ -185,7 +192,7 @@ def test_streamed_text_is_that_of_the_tokenizer(name: str, data: st.DataObject) 
     streamed, at_once = Detokenizer(tokenizer, prompt), Detokenizer(tokenizer, prompt)
     shown = "".join(feed(streamed, output)[-1:])
     streamed.finish([]), at_once.finish(output)
-    whole = tokenizer.hf.decode([*prompt, *output], skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+    whole = without_end(tokenizer.hf.decode([*prompt, *output], skip_special_tokens=True))
     text = whole[len(tokenizer.decode(prompt)) :]
     assert at_once.take_text(final=True) == text
     # Byte fallback reads a run of bytes anew with each: what it took for characters may have been shown before.
@@ -202,6 +209,82 @@ def test_special_tokens_in_a_row_are_not_decoded_again_and_again(monkeypatch: py
     tokens = [*tokenizer.encode("a"), *[end] * 50, *tokenizer.encode(" b")]
     assert feed(Detokenizer(tokenizer, [end]), tokens)[-1] == "a b"
     assert max(lengths) < 20
+
+
+class Pieces(ByteTokenizer):
+    """Tokens of several bytes: beginnings and ends of characters, bytes that are none, U+FFFD itself, nothing."""
+
+    pieces = (b"", b"a", b"END\xe2", b"\xe2\x82", b"\x82\xac", b"\xac", b"\xff", b"\xff\xf0\x9f", b"\x98", b"\x80",
+              "\N{REPLACEMENT CHARACTER}".encode(), "\N{EURO SIGN}".encode(), b"\xf0\x9f\x98")  # fmt: skip
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.pieces[t] for t in token_ids).decode(errors="replace")
+
+
+def pieces_of(token: st.SearchStrategy[int], most: int) -> st.SearchStrategy[list[int]]:
+    """Also long runs of one token."""
+    runs = st.tuples(token, st.integers(1, 9)).map(lambda run: [run[0]] * run[1])
+    return st.lists(runs, max_size=most).map(lambda parts: [token for part in parts for token in part])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_text_does_not_depend_on_how_many_tokens_come_at_a_time(data: st.DataObject) -> None:
+    """An answer that was cut is resumed with all of its tokens at once: its reader has the text that came before."""
+    token = st.integers(0, len(Pieces.pieces) - 1)
+    prompt, output = data.draw(st.lists(token, max_size=6)), data.draw(pieces_of(token, 8))
+    streamed, steps, at_once = (Detokenizer(Pieces(), prompt) for _ in range(3))
+    each = [0, *map(len, feed(streamed, output))]
+    shown, start = "", 0
+    while start < len(output):
+        end = start + data.draw(st.integers(1, 6))
+        steps.advance(output[start:end])
+        shown, start = shown + steps.take_text(final=False), min(end, len(output))
+        assert len(shown) == each[start]
+    streamed.finish([]), steps.finish([]), at_once.finish(output)
+    whole = without_end(Pieces().decode([*prompt[-6:], *output]))[len(Pieces().decode(prompt[-6:])) :]
+    assert at_once.take_text(final=True) == shown + steps.take_text(final=True) == whole
+    assert "".join(feed(Detokenizer(Pieces(), prompt), output)[-1:]) + streamed.take_text(final=True) == whole
+
+
+@pytest.mark.parametrize("output", [[6], [3], [7], [2, 3, 7], [12], [10], [3, 0, 0, 0, 0, 0, 0]], ids=str)
+def test_bytes_that_are_no_character_are_given_out_and_not_decoded_again_and_again(
+    output: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`allowed_token_ids` may ask for thousands of them. Each step decoded all that had come, for all rows."""
+    lengths, decode = list[int](), Pieces.decode
+    monkeypatch.setattr(Pieces, "decode", lambda self, ids, **_: (lengths.append(len(ids)), decode(self, ids))[1])
+    detokenizer = Detokenizer(Pieces(), [1])
+    shown = feed(detokenizer, output * 100)
+    assert max(lengths) < 24 and sum(lengths) < 100 * 100 * len(output)
+    whole = decode(Pieces(), output * 100)  # type: ignore[arg-type]
+    assert whole.startswith(shown[-1]) and len(whole) - len(shown[-1]) <= 3
+
+
+def test_byte_fallback_gives_out_what_is_no_character() -> None:
+    tokenizer = tokenizer_of("metaspace")
+    byte = tokenizer.hf.convert_tokens_to_ids("<0xFF>")
+    a = tokenizer.hf.convert_tokens_to_ids("\u2581a")
+    assert [len(text) for text in feed(Detokenizer(tokenizer, [a]), [byte] * 40)] == [0, 0, *range(0, 38)]
+    assert feed(Detokenizer(tokenizer, [a]), [*[byte] * 40, a])[-1] == REPLACED * 40 + " a"
+
+
+@pytest.mark.parametrize("text", ["\u65e5\u672c", "\u65e5x\u672c"])
+def test_characters_of_byte_fallback_that_come_in_one_piece_show_no_replacement(text: str) -> None:
+    """Byte fallback reads a run of bytes as a whole: none of them is a character until all are."""
+    tokenizer = tokenizer_of("metaspace")
+    names = [f"<0x{byte:02X}>" for byte in text.encode()]
+    tokens = [tokenizer.hf.convert_tokens_to_ids(name) for name in names]
+    for at in range(len(tokens) + 1):
+        detokenizer = Detokenizer(tokenizer, [])
+        detokenizer.advance(tokens[:at])
+        shown = detokenizer.take_text(final=False)
+        detokenizer.advance(tokens[at:])
+        assert shown == tokens_before(text, at) and shown + detokenizer.take_text(final=False) == text
+
+
+def tokens_before(text: str, count: int) -> str:
+    return text.encode()[:count].decode(errors="ignore")
 
 
 def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -2,13 +2,17 @@
 
 import random
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hybridrt.base.errors import EngineError, RequestError
+from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.grammar import mask_time
+from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.engine.request.sample_request import new_detokenizer, resumed_text
 from hybridrt.runtime.load.model_path import resolve_model_path
 from tests.support.levels import sweep
@@ -78,7 +82,7 @@ def test_a_form_holds_from_the_first_token_on(llm: LLM) -> None:
     rest = llm.generate(PROMPT, SamplingParams(resume_token_ids=whole.token_ids[:2], **params))[0]
     assert rest.token_ids == whole.token_ids[2:]
     wrong = llm.tokenizer.encode_bare("xyz")
-    with pytest.raises((RequestError, EngineError)):
+    with pytest.raises(RequestError):
         llm.generate(PROMPT, SamplingParams(resume_token_ids=wrong, **params))
 
 
@@ -98,3 +102,37 @@ def test_text_before_half_a_character_has_come(llm: LLM, kept: int) -> None:
         told.advance([token])
     assert resumed_text(llm.tokenizer, prepared) == told.take_text(False)
     assert resumed_text(llm.tokenizer, prepared) + rest.text == whole.text == "a日本x😀b"
+
+
+def test_a_grammar_reads_them_before_the_request_is_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests wait while one is queued. Prompts with the same parameters share the work."""
+    pytest.importorskip("llguidance")
+    from hybridrt.structured_outputs import StructuredOutputs
+
+    read, advance = list[int](), Matcher.advance
+    monkeypatch.setattr(Matcher, "advance", lambda self, token: (read.append(token), advance(self, token))[1])
+    ids = llm.tokenizer.encode_bare("ab") + llm.tokenizer.encode_bare("c")
+    form = StructuredOutputs(regex="[a-c]{4,9}")
+    params = SamplingParams(max_tokens=16, resume_token_ids=ids, structured_outputs=form)
+    first, second = llm.engine.intake.prepare_all([PROMPT, "x"], params)
+    assert read == ids
+    name = llm.engine.submit(first)
+    assert read == ids
+    llm.engine.abort(name)
+    llm.engine.drain()
+    assert first.matcher is not None and second.matcher is not None
+    assert np.array_equal(first.matcher.mask(), second.matcher.mask())
+
+
+def test_a_grammar_that_needs_long_for_them_refuses_the_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    from hybridrt.structured_outputs import StructuredOutputs
+
+    clock = count()  # a second more each time that it is read
+    monkeypatch.setattr(mask_time.time, "thread_time", lambda: float(next(clock)))
+    form = StructuredOutputs(grammar='start: a\na: a a | "x"')
+    ids = llm.tokenizer.encode_bare("x")[:1] * 100
+    params = SamplingParams(max_tokens=200, resume_token_ids=ids, structured_outputs=form)
+    with pytest.raises(RequestError, match=r"ms of CPU time a token.*simpler") as error:
+        llm.engine.prepare(PROMPT, params)
+    assert error.value.field == "resume_token_ids" and next(clock) <= 4

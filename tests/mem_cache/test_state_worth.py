@@ -5,7 +5,7 @@ import pytest
 from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
-from hybridrt.mem_cache.prefix_tree.state_worth import RECENT, NewState
+from hybridrt.mem_cache.prefix_tree.state_worth import RECENT, NewState, StateWorths
 from tests.mem_cache.test_radix_cache import NO_SETS, Ledger, array, read, tokens_of
 
 
@@ -95,6 +95,29 @@ def test_a_request_whose_state_is_gone_awaits_the_next_one_that_comes() -> None:
     ledger.offer((7,) * 9, (9,))
     ledger.evict(0, 1)
     assert tokens_of(ledger) == {(1, 2)}
+
+
+def test_thousands_of_requests_that_await_one_state_cost_no_more_than_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each worth looks at all requests that await the state. Once for each request froze a step for seconds."""
+    looked, of_awaited, count = list[int](), StateWorths._of_awaited, 500
+    monkeypatch.setattr(
+        StateWorths, "_of_awaited", lambda self, saved, at: (looked.append(len(at)), of_awaited(self, saved, at))[1]
+    )
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2), (2,))
+    for arrival in range(1, count + 1):
+        ledger.tree.expect(array((1, 2, 3, arrival)), arrival)
+    ledger.offer((1, 2, 3), (3,))  # all of them go on from there
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(1, 2, 3)} and sum(looked) < 8 * count
+    looked.clear()
+    for arrival in range(1, count + 1):
+        ledger.tree.forget(arrival)
+    ledger.offer((9,) * 9, (9,))
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(9,) * 9} and sum(looked) < 8 * count
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.entries import Handle
 from hybridrt.speculative.draft import merge, with_others
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
-from hybridrt.speculative.ngram import NgramDrafter
+from hybridrt.speculative.ngram import TOKENS_A_STEP, NgramDrafter
 
 
 @dataclass(eq=False)
@@ -213,7 +214,8 @@ def test_prompt_lookup_reads_the_new_tokens_alone() -> None:
         drafter, request = NgramDrafter(), Asker(Counted(i % 7 for i in range(length)))
         output = request.output = Counted()
         drafter.begin_request(request)
-        drafter.propose([request], [4])
+        for _ in range(0, length, TOKENS_A_STEP):
+            drafter.propose([request], [4])
         prompt = request.prompt
         assert isinstance(prompt, Counted)
         before = prompt.read
@@ -261,3 +263,18 @@ def test_continuations_share_what_they_begin_with() -> None:
 )
 def test_a_draft_until_its_end(draft: Draft, left: Draft) -> None:
     assert draft.until(lambda tokens: 9 in tokens) == left
+
+
+def test_long_prompts_are_indexed_over_several_steps_and_nothing_is_proposed_before() -> None:
+    """A prompt of a million tokens took seven seconds of one step."""
+    drafter, length = NgramDrafter(), 2 * TOKENS_A_STEP
+    long, short = (Asker([i % 7 for i in range(n)], arrival=n) for n in (length, 9))
+    for request in (long, short):
+        drafter.begin_request(request)
+    indices, added, found = drafter._indices, [0], list[list[int]]()
+    for _ in range(4):
+        found.append([len(draft) for draft in drafter.propose([long, short], [3, 3])])
+        added.append(sum(len(index[-1].earlier) for index in indices.values()))
+        long.output.append((length + len(long.output)) % 7)
+    assert found == [[0, 3], [0, 3], [3, 3], [3, 3]]
+    assert max(b - a for a, b in pairwise(added)) <= TOKENS_A_STEP + 9

@@ -131,6 +131,7 @@ class SessionReader:
             raise SessionError(f"{path} cannot be used: {e}") from e
         try:
             self._metadata = dict(self._file.metadata)
+            self._check_text()
             self._check_identity()
             self.num_ranks = self._read_ranks()
             # Ids of images' tokens have 64 bits.
@@ -190,6 +191,14 @@ class SessionReader:
             return found.pop(NOTE).numpy().tobytes().decode()
         except UnicodeDecodeError as e:
             raise SessionError(f"{self._path} has a note that is no UTF-8: {e}") from e
+
+    def _check_text(self) -> None:
+        """JSON may hold half of a surrogate pair, which no text that is sent or hashed may."""
+        for name, text in self._metadata.items():
+            if not is_text(name) or not is_text(text):
+                raise SessionError(
+                    f"{self._path} has {shown(name)} {shown(text)} in its header, which is no Unicode text"
+                )
 
     def _check_identity(self) -> None:
         theirs, ours = dict(self._metadata), {name: str(value) for name, value in self._identity.items()}

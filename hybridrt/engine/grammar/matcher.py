@@ -110,7 +110,10 @@ class Matcher:
             if not self.inner.consume_token(token):
                 self.check_limits()
         self.allowance.advanced(taken[0])
-        return self.inner.is_stopped()
+        if self.inner.is_stopped():  # the output is of use, however long it took
+            return True
+        self.allowance.check_time()
+        return False
 
     def check_limits(self) -> None:
         """Raises GrammarError if a limit is exceeded: llguidance's answers are then invalid."""

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from hybridrt.base.errors import PromptTooLongError, RequestError, is_text, shown
+from hybridrt.base.errors import GrammarError, PromptTooLongError, RequestError, is_text, shown
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span, mrope_delta
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
@@ -35,8 +35,8 @@ class PreparedPrompt:
         rules: which single tokens the parameters allow; None for all.
         boundaries: numbers of the prompt's tokens at which others may go on differently, such as
             the system prompt's.
-        matcher: follows `structured_outputs`, before the first token; None without. Each sample
-            gets a copy.
+        matcher: follows `structured_outputs`, and has read `resume_token_ids`; None without. Each
+            sample gets a copy.
         stop: finds `params.stop`; None without. Samples share it.
         spans: tokens that take their embeddings from an encoder.
         mrope_delta: position of a generated token, less its index.
@@ -72,10 +72,15 @@ class ResolvedParams:
 
 @dataclass(slots=True)
 class LatestParams:
-    """The parameters of a batch's last prompt, and what they mean: many prompts have the same ones."""
+    """The parameters of a batch's last prompt, and what they mean: many prompts have the same ones.
+
+    Attributes:
+        resumed: a matcher that has read their `resume_token_ids`; None: there is none yet.
+    """
 
     params: SamplingParams | None = None
     resolved: ResolvedParams | None = None
+    resumed: Matcher | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Intake:
         Raises:
             RequestError: the prompt is no prompt, empty, too long, holds ids outside the
                 vocabulary, or needs a tokenizer; or the parameters do not fit the vocabulary; or a
-                grammar cannot be compiled.
+                grammar cannot be compiled, or `resume_token_ids` do not fit it.
             MemoryBudgetError: the request could not run even alone.
             QueueFullError: too many grammars are being compiled.
         """
@@ -152,22 +157,30 @@ class Intake:
             )
         latest = LatestParams() if latest is None else latest
         if latest.params is not params:
-            latest.params, latest.resolved = params, self._resolve(params)
+            latest.params, latest.resolved, latest.resumed = params, self._resolve(params), None
         resolved = latest.resolved
         assert resolved is not None, "it was made for these parameters"
         longest = self.limits.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
         _check_resumed(len(tokens) + len(params.resume_token_ids), max_len)
-        structured = params.structured_outputs
-        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
-        if resolved.rules is not None:
-            _check_first(params, resolved.rules, matcher)
         self.check_fits(max_len)
+        matcher = self._matcher(params, resolved, latest)
         delta = mrope_delta(spans) if self.limits.mrope else 0
         return PreparedPrompt(
             tokens, ids, params, max_len, resolved.stop_ids, resolved.rules, matcher=matcher, stop=resolved.stop,
             spans=spans, mrope_delta=delta,
         )  # fmt: skip
+
+    def _matcher(self, params: SamplingParams, resolved: ResolvedParams, latest: LatestParams) -> Matcher | None:
+        structured = params.structured_outputs
+        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
+        if resolved.rules is not None:
+            _check_first(params, resolved.rules, matcher)
+        if matcher is None or not params.resume_token_ids:
+            return matcher
+        # Here, and not when it is queued: a grammar may need seconds for them, and all requests would wait.
+        latest.resumed = latest.resumed or _resumed(matcher, params.resume_token_ids, resolved.stop_ids)
+        return latest.resumed
 
     def _tokens(self, prompt: Prompt, params: SamplingParams, placeholders: bool) -> tuple[list[int], np.ndarray]:
         """The prompt's tokens as a list and as [n] int32. `placeholders`: tokens of images are allowed;
@@ -310,6 +323,20 @@ def _check_resumed(num_tokens: int, max_len: int) -> None:
     if num_tokens >= max_len:
         text = f"prompt and resume_token_ids have {num_tokens} tokens, and the answer ends at {max_len}"
         raise RequestError(f"{text}: there is nothing to resume", "resume_token_ids")
+
+
+def _resumed(matcher: Matcher, tokens: Sequence[int], stop_ids: frozenset[int]) -> Matcher:
+    try:
+        for at, token in enumerate(tokens, 1):
+            if token in stop_ids or matcher.advance(token):
+                raise answer_has_ended(at)
+    except GrammarError as e:
+        raise RequestError(f"resume_token_ids cannot be read: {e}", "resume_token_ids") from e
+    return matcher
+
+
+def answer_has_ended(at: int) -> RequestError:
+    return RequestError(f"the answer has ended with token {at} of resume_token_ids", "resume_token_ids")
 
 
 def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hybridrt.base.errors import EngineError, NoTokenLeftError, RequestError
+from hybridrt.base.errors import EngineError, NoTokenLeftError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.base.spans import Span
 from hybridrt.engine.grammar.matcher import Matcher
-from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.intake import PreparedPrompt, answer_has_ended
 from hybridrt.engine.request.outputs import Delta, DeltaQueue, FinishReason, RequestMetrics
 from hybridrt.engine.request.spans import cache_ids
 from hybridrt.engine.text.tokenizer import Detokenizer, Tokenizer
@@ -271,15 +271,16 @@ class Request:
 
     def resume(self, tokens: Sequence[int]) -> None:
         """Begins with the first tokens of an answer that another run has given: no delta has them.
+        The matcher has read them (`Intake.prepare`).
 
         Raises:
             RequestError: the answer has ended within them.
-            GrammarError: they do not fit the grammar.
         """
+        matcher, self.matcher = self.matcher, None
         for part in _in_parts(tokens):
             if self.append(part, None) is not None or self.read_text():
-                at = len(self.output)
-                raise RequestError(f"the answer has ended with token {at} of resume_token_ids", "resume_token_ids")
+                raise answer_has_ended(len(self.output))
+        self.matcher = matcher
         if self.detokenizer is not None:
             self.detokenizer.take_text(False)
         self.told = len(self.output)

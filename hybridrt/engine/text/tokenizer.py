@@ -261,6 +261,7 @@ def _check_settings(directory: Path) -> bool:
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 6  # that decide how the first output token reads
+_UNFINISHED = 3  # most bytes, and so most tokens, of a character without its last byte
 
 
 class Detokenizer:
@@ -272,7 +273,9 @@ class Detokenizer:
     prompt's text if the prompt ends within a character. It drops held-back text at the end.
 
     The window's first `_read` tokens are text already, of `_known` characters. The rest of its text
-    is new, and is given out once it does not end within a character.
+    is new, and is given out, but for an end that may be an unfinished character: up to three U+FFFD,
+    because byte fallback gives one for each byte. They are given out once others follow, and dropped
+    at the end. So the text shown does not depend on how many tokens come at a time.
 
     Args:
         prompt: the prompt's token ids; output reads as their continuation.
@@ -314,23 +317,61 @@ class Detokenizer:
             del window[self._read : -_CONTEXT]
             return False
         if text.endswith(_INCOMPLETE):
-            return False
-        self._window = window = window[self._read :]
-        self._read, self._known = len(window), len(self._decode(window))
+            return self._extend(self._before_unfinished(text, tokens), may_stop)
+        self._keep(window[self._read :], 0)
         return self._extend(text[known:], may_stop)
+
+    def _keep(self, window: list[int], pending: int) -> None:
+        """Forgets the tokens before `window`, of which all but the last `pending` have been given out."""
+        self._window, self._read = window, len(window) - pending
+        self._known = len(self._decode(window[: self._read]))
+
+    def _before_unfinished(self, text: str, tokens: Sequence[int]) -> str:
+        """The new part of the window's text, which ends within a character or with bytes that are none."""
+        window, known = self._window, self._known
+        if not self._decode(tokens):  # special tokens: thousands may follow
+            del window[len(window) - len(tokens) :]
+            return ""
+        with_text = 0
+        for unread in range(1, len(window) - self._read + 1):
+            with_text += bool(self._decode([window[-unread]]))
+            if with_text > _UNFINISHED:
+                return self._replaced(text)
+            head = self._decode(window[:-unread])
+            if not head.endswith(_INCOMPLETE):
+                if len(head) > known:
+                    self._keep(window[self._read :], unread)
+                return head[known:]
+        return ""
+
+    def _replaced(self, text: str) -> str:
+        """The new part of a text that ends with bytes that are no character: all but the last few. Of the
+        window it keeps the tokens of these alone: thousands may follow.
+        """
+        known = self._known
+        held = min(len(text) - len(text.rstrip(_INCOMPLETE)), _UNFINISHED, len(text) - known)
+        kept = list[int]()
+        for token in reversed(self._window):
+            if self._decode([token]):
+                kept.insert(0, token)
+                if len(kept) >= _UNFINISHED and self._decode(kept).endswith(_INCOMPLETE * held):
+                    break
+        self._window, self._read = kept, 0
+        self._known = max(len(self._decode(kept)) - held, 0)
+        return text[known : len(text) - held]
 
     def would_stop(self, tokens: Sequence[int]) -> bool:
         """True if these tokens, coming next, would complete a stop string. Nothing is read."""
         if self._stop is None:
             return False
-        text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
+        text = _without_unfinished(self._decode([*self._window, *tokens]))
         return self._stop.scan(self._stop_state, text[self._known :])[1] > 0
 
     def finish(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
         """Reads the last tokens, without a character whose last bytes never came. True as for
         `advance`.
         """
-        text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
+        text = _without_unfinished(self._decode([*self._window, *tokens]))
         return self._extend(text[self._known :], may_stop)
 
     def take_text(self, final: bool) -> str:
@@ -355,3 +396,8 @@ class Detokenizer:
             self.stopped_by = self._stop.string_at(self._text, start)
             self._text = self._text[: start + len(self.stopped_by) * self._include_stop]
         return past > 0 and may_stop
+
+
+def _without_unfinished(text: str) -> str:
+    finished = text.rstrip(_INCOMPLETE)
+    return text[: max(len(finished), len(text) - _UNFINISHED)]
