@@ -9,7 +9,7 @@ from hybridrt.speculative.draft import Draft, merge
 from hybridrt.speculative.drafter import Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
 
-TOKENS_A_STEP = 2048  # that all requests together add to their indices: 7 microseconds each
+TOKENS_A_STEP = 512  # that all requests together add to their indices: 7 microseconds each, for which all rows wait
 _OF_EACH = 32  # that each request may add: more than a step gains
 
 
