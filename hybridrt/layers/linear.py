@@ -95,8 +95,8 @@ class DenseMethod(LinearMethod):
     ) -> None:
         dtype = scheme.dtype or build.dtype
         self.weight = parameter(out_features, in_features, dtype=dtype, device=build.device)
-        self._linear_from = ONEDNN_FROM if dtype == build.dtype else 0
         self.skinny = build.device.type in SKINNY_ON
+        self._linear_from = ONEDNN_FROM if dtype == build.dtype and not self.skinny else 0
         self._activations = {name: activation.for_device(build.device) for name, activation in ACTIVATIONS.items()}
         if stored_by_columns(self.weight):
             self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()

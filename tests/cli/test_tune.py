@@ -171,6 +171,7 @@ def test_shapes_of_a_model_are_found_without_weights_and_without_a_gpu(
     rows = {shape.rows for name, shape in found if name == "attention_decode"}
     assert {1, 2, 4} <= rows
     assert {shape.tokens for name, shape in found if name == "product of few tokens"} >= {1, 16}
+    assert max(shape.tokens for name, shape in found if name == "product of a library") > 64
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from hybridrt.kernels.attention.paged_attention_triton import Decode
 from hybridrt.kernels.core.launch_choice import LAUNCHES
 from hybridrt.kernels.delta_rule.delta_rule_triton import Pass
+from hybridrt.kernels.dense.linear import LibraryProduct
 from hybridrt.kernels.dense.skinny_linear import Product
 from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct
 from hybridrt.kernels.mamba.mamba2_scan_triton import Scan
@@ -36,6 +37,7 @@ def process() -> Iterator[BenchProcess]:
         ("skinny_linear", TiledProduct(4096, 3072, 1, BF16)),
         ("skinny_linear", TiledProduct(4096, 3072, 32, BF16)),
         ("product of few tokens", Product(4096, 3072, 64, BF16, "silu_and_mul")),
+        ("product of a library", LibraryProduct(3072, 12288, 288, BF16)),
         ("attention_decode", Decode(8, 1, 12, 2, 128, 0, 4096, 0, False, BF16)),
         ("attention_decode", Decode(2, 1, 32, 1, 512, 64, 4096, 0, False, BF16)),
         ("chunk_gated_delta_rule: pass", Pass(2, 32, 16, 128, 128, 64, False, BF16)),

@@ -1,10 +1,10 @@
-"""The dense product on a CPU, whose large float32 cases go to oneDNN."""
+"""The dense product: large float32 cases on a CPU go to oneDNN; on a GPU a library is chosen."""
 
 import pytest
 import torch
 
 from hybridrt.kernels.dense import linear as module
-from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear
+from hybridrt.kernels.dense.linear import LIBRARY, ONEDNN_FROM, LibraryProduct, add_linear, linear
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64])
@@ -67,3 +67,20 @@ def test_a_row_that_is_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "WIDENED", 8)
     weight, x = torch.randn(3, 40).bfloat16(), torch.randn(2, 40)
     torch.testing.assert_close(linear(x, weight), x @ weight.float().t(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_choice_of_the_library_holds_for_its_product_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. torch is asked before the product, and gets the answer back after it, whatever happens."""
+    asked, x, weight = list[str | None](), torch.randn(96, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name=None: asked.append(name) or "before")
+    shape = LibraryProduct(32, 64, 96, torch.bfloat16)
+    wanted = torch.nn.functional.linear(x, weight)
+    assert linear(x, weight).equal(wanted) and not asked
+    with LIBRARY.trying(shape, x.device, {"lt": 1}):
+        assert linear(x, weight).equal(wanted)
+        assert linear(x[:95], weight).equal(wanted[:95])
+    assert asked == [None, "cublaslt", "before"]
+    with LIBRARY.trying(shape, x.device, {"lt": 1}), pytest.raises(RuntimeError):
+        linear(x, weight, torch.zeros(31).bfloat16())
+    assert asked == [None, "cublaslt", "before"] * 2

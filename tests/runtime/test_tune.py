@@ -12,6 +12,7 @@ from hybridrt.kernels.attention.paged_attention_triton import DECODES, Decode
 from hybridrt.kernels.core.launch_choice import LAUNCHES, LaunchChoice, Values
 from hybridrt.kernels.delta_rule import delta_rule_triton
 from hybridrt.kernels.delta_rule.delta_rule_triton import Pass
+from hybridrt.kernels.dense.linear import LibraryProduct
 from hybridrt.kernels.dense.skinny_linear import Product
 from hybridrt.kernels.dense.skinny_linear_triton import TILES, TiledProduct
 from hybridrt.kernels.mamba.mamba2_scan_triton import Scan
@@ -62,6 +63,7 @@ def measured(timer: Any, make: MakeTrial = TRIALS["skinny_linear"]) -> Measured:
     [
         ("skinny_linear", TiledProduct(128, 64, 1, F32)),
         ("skinny_linear", SHAPE),
+        ("product of a library", LibraryProduct(128, 64, 96, F32)),
         ("attention_decode", Decode(2, 1, 4, 2, 16, 0, 48, 0, False, F32)),
         ("attention_decode", Decode(2, 1, 4, 1, 32, 16, 48, 0, False, F32)),
         ("attention_decode", Decode(2, 2, 4, 2, 16, 0, 48, 20, False, F32)),

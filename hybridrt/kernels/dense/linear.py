@@ -1,8 +1,14 @@
 """The matrix product of a dense linear layer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hybridrt.kernels.core.launch_choice import LaunchChoice, Values
 
 # Multiply-adds from which oneDNN pays for its two copies (70 microseconds together).
 ONEDNN_FROM = 1 << 21
@@ -10,6 +16,33 @@ ONEDNN_FROM = 1 << 21
 TRANSPOSE_FROM = 256
 # Numbers of a weight that are widened at once: they stay in the cache until they are multiplied.
 WIDENED = 1 << 20
+# Most tokens of a product on a GPU for which one of two libraries is chosen: with more they take equally long.
+CHOSEN_UP_TO = 1024
+
+
+class LibraryProduct(NamedTuple):
+    """A product on a GPU by cuBLAS or cuBLASLt. rows, columns: of the weight."""
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+
+
+def _built_in(_: LibraryProduct, __: torch.device) -> Values:
+    """Each is the faster one of some numbers of tokens, by up to 40% (benchmarks/log/prefill.md)."""
+    return {"lt": 0}
+
+
+def _candidates(_: LibraryProduct, __: torch.device) -> list[Values]:
+    return [{"lt": 0}, {"lt": 1}]
+
+
+def _is_lt(lt: int) -> bool:
+    return bool(lt)
+
+
+LIBRARY = LaunchChoice("product of a library", LibraryProduct, _built_in, _candidates, _is_lt)
 
 
 def stored_by_columns(weight: Tensor) -> bool:
@@ -27,9 +60,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if weight.dtype != x.dtype:
         return _widened_linear(x, weight, bias)
+    if x.is_cuda and x.shape[0] <= CHOSEN_UP_TO and x.element_size() == 2:
+        shape = LibraryProduct(len(weight), weight.shape[1], x.shape[0], weight.dtype)
+        if LIBRARY(shape, weight.device):
+            with _cublaslt():
+                return F.linear(x, weight, bias)
     if not _is_for_onednn(x, weight):
         return F.linear(x, weight, bias)
     return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+
+
+@contextmanager
+def _cublaslt() -> Iterator[None]:
+    """torch has this choice for a process, not for a call."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -34,8 +34,8 @@ MAX_BYTES = 1 << 23
 MAX_CHOICES = 1 << 14
 _OFF = ("", "0")
 _FILES_OF_LAUNCHES = (
-    "dense.skinny_linear", "dense.skinny_linear_triton", "mamba.mamba2_scan_triton", "delta_rule.delta_rule_triton",
-    "attention.paged_attention_triton",
+    "dense.linear", "dense.skinny_linear", "dense.skinny_linear_triton", "mamba.mamba2_scan_triton",
+    "delta_rule.delta_rule_triton", "attention.paged_attention_triton",
 )  # fmt: skip
 
 Text = Annotated[str, msgspec.Meta(max_length=200)]

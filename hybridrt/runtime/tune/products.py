@@ -1,4 +1,4 @@
-"""Trials of products of few tokens."""
+"""Trials of products."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.dense.linear import LibraryProduct, linear
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, Product
 from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct, skinny_linear_triton
 from hybridrt.layers.linear import DenseMethod
@@ -39,6 +40,14 @@ def few_tokens(shape: Product, device: torch.device) -> Trial:
         return [y if activation is None else ACTIVATIONS[activation].reference(y)]
 
     return Trial(calls, partial(_alone, calls[0]), reference)
+
+
+def library_product(shape: LibraryProduct, device: torch.device) -> Trial:
+    """A product of more tokens than our kernels take."""
+    x = normal(device, shape.tokens, shape.columns, dtype=shape.dtype)
+    weights = _weights(shape.rows, shape.columns, shape.dtype, device)
+    calls = [partial(linear, x, weight) for weight in weights]
+    return Trial(calls, partial(_alone, calls[0]), lambda: [x.float() @ weights[0].float().t()])
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

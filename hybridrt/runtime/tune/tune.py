@@ -13,15 +13,15 @@ from hybridrt.kernels.dense.skinny_linear_triton import TiledProduct
 from hybridrt.runtime.load.tuned_choices import MAX_CHOICES, Choice, Origin, TunedFile, fields_of
 from hybridrt.runtime.tune.decode_attention import paged_decode
 from hybridrt.runtime.tune.measure import Bench, LocalBench, Measured, ShapeSkippedError, Timer, measure
-from hybridrt.runtime.tune.products import few_tokens, tiled_product
+from hybridrt.runtime.tune.products import few_tokens, library_product, tiled_product
 from hybridrt.runtime.tune.scans import delta_pass, mamba2_scan
 from hybridrt.runtime.tune.trial import MakeTrial
 
 # In the order of measurement: whether a product is fused depends on its tile.
 TRIALS: dict[str, MakeTrial] = {
-    "skinny_linear": tiled_product, "product of few tokens": few_tokens, "attention_decode": paged_decode,
-    "chunk_gated_delta_rule: pass": delta_pass, "mamba2_chunk_scan: outputs": mamba2_scan,
-    "mamba2_chunk_scan: gains": mamba2_scan,
+    "skinny_linear": tiled_product, "product of few tokens": few_tokens, "product of a library": library_product,
+    "attention_decode": paged_decode, "chunk_gated_delta_rule: pass": delta_pass,
+    "mamba2_chunk_scan: outputs": mamba2_scan, "mamba2_chunk_scan: gains": mamba2_scan,
 }  # fmt: skip
 
 Shapes = Sequence[tuple[str, Any]]
