@@ -54,15 +54,18 @@ def quantize(
 
 @contextmanager
 def _clean_end() -> Iterator[None]:
-    """SIGTERM ends the process as an exception: what is half written is removed, as after Ctrl-C."""
+    """SIGTERM, and SIGHUP of a terminal that is gone, end the process as an exception: what is half written is
+    removed, as after Ctrl-C. SIGHUP stays ignored if it is (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    ends = [signal.SIGTERM] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGTERM, signal.SIGHUP]
+    before = {each: signal.signal(each, lambda number, _: sys.exit(128 + number)) for each in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _perplexity(model: str, text: str, device: str) -> float:

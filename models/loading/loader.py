@@ -11,6 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.files_safetensors import DTYPES
 from hybridrt.base.quantization import QuantConfig
 from hybridrt.layers.linear import finish
 from hybridrt.layers.quant.encoders import encode
@@ -20,7 +21,7 @@ from hybridrt.models.base import MTP_KEYS, CausalLM
 from hybridrt.models.loading.online_modules import matrix_of
 from hybridrt.models.loading.shards import shards_of, some
 from hybridrt.models.loading.stored_modules import ADVICE
-from hybridrt.models.loading.weight_files import equal_tensors
+from hybridrt.models.loading.weight_files import Shards, equal_tensors, opened
 from hybridrt.models.loading.weight_reader import read_tensors
 
 # Saved by older transformers; they follow from config.json.
@@ -45,13 +46,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
         for key, tensor in read_tensors(shards, model.device):
             bar.update()
-            plain_key = _plain_key(model, key)
-            parts = [part for part in model.parts_of(plain_key) if not _skipped(model, part[0], targets)]
-            for name, part in parts:
-                if not targets[name]:
-                    continue  # an expert of another rank
-                filling.fill(targets[name], name, key, tensor, part)
-            if not parts:
+            if not filling.fill_from(model, targets, key, tensor):
                 skipped.append(key)
                 model.check_skipped(key, tensor)
                 if _is_zero_bias(model, key) and bool(tensor.any()):
@@ -59,11 +54,27 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
                         f"{key} is not zero, and this layer of {model.config.architecture} has no bias"
                     )
             del tensor  # before the next one is read
-    twice = [name for name, count in filling.counts.items() if count > 1]
-    if twice:
-        raise CheckpointError(f"{path}: filled more than once: {some(twice)}")
+    filling.check_counts(path)
     finish(model)
     return skipped
+
+
+@torch.no_grad()
+def check_tensors(model: CausalLM, path: Path, shards: Shards) -> None:
+    """Compares a plain checkpoint's keys, dtypes and shapes with a model on the "meta" device, and reads headers alone.
+
+    Raises:
+        CheckpointError: `load_weights` would refuse it.
+    """
+    targets, filling = model.all_targets(), _Filling(None)
+    check_keys(model, path, {key for keys in shards.values() for key in keys})
+    for file, keys in shards.items():
+        with opened(file) as f:
+            entries = [f.entry(key) for key in keys]
+        for entry in entries:
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+            filling.fill_from(model, targets, entry.key, tensor)
+    filling.check_counts(path)
 
 
 class _Filling:
@@ -76,6 +87,20 @@ class _Filling:
     def __init__(self, quant: QuantConfig | None) -> None:
         self.counts, self._quant = Counter[str](), quant
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def fill_from(self, model: CausalLM, targets: CheckpointMap, key: str, tensor: torch.Tensor) -> bool:
+        """Fills what a tensor of the checkpoint belongs to. False: the model skips it."""
+        parts = [part for part in model.parts_of(_plain_key(model, key)) if not _skipped(model, part[0], targets)]
+        for name, part in parts:
+            if targets[name]:  # else an expert of another rank
+                self.fill(targets[name], name, key, tensor, part)
+        return bool(parts)
+
+    def check_counts(self, path: Path) -> None:
+        """CheckpointError: a piece was filled twice."""
+        twice = [name for name, count in self.counts.items() if count > 1]
+        if twice:
+            raise CheckpointError(f"{path}: filled more than once: {some(twice)}")
 
     def fill(self, pieces: CheckpointTarget, name: str, key: str, tensor: torch.Tensor, part: Transform) -> None:
         """Fills the pieces of `name`, a key of the map, with a part of a tensor of the checkpoint."""

@@ -2,14 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hybridrt.base.errors import CheckpointError, ConfigError
@@ -238,19 +240,82 @@ def test_words_of_the_command_are_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_sigterm_leaves_no_half_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_an_end_by_a_signal_leaves_nothing(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the directories that were made for it."""
+
     def end(*_: object) -> None:
-        assert len(list(tmp_path.iterdir())) == 1  # the temporary directory
-        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(list((tmp_path / "new" / "er").iterdir())) == 1  # the temporary directory
+        os.kill(os.getpid(), sent)
+
+    def passes(*_: object) -> None: ...
 
     monkeypatch.setattr(quantise, "_write_shards", end)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without a handler of the command, pytest goes on
+    before = signal.signal(sent, passes)  # without a handler of the command, pytest goes on
+    try:
+        words = ["quantize", "embedded", str(tmp_path / "new" / "er" / "out"), "--scheme", "int4"]
+        result = CliRunner().invoke(app, words)
+        assert signal.getsignal(sent) is passes
+    finally:
+        signal.signal(sent, before)
+    assert result.exit_code == 128 + sent and not list(tmp_path.iterdir())
+
+
+def test_an_ignored_sighup_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise, "_write_shards", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or (1, 1))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         result = CliRunner().invoke(app, ["quantize", "embedded", str(tmp_path / "out"), "--scheme", "int4"])
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert result.exit_code == 143 and not list(tmp_path.iterdir())
+        signal.signal(signal.SIGHUP, before)
+    assert result.exit_code == 0 and (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda tensors: tensors.pop("model.final_layernorm.weight"), "1 missing: model.final_layernorm.weight"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), "1 that nothing consumes: extra"),
+        (
+            lambda tensors: tensors.update({"model.final_layernorm.weight": torch.ones(2)}),
+            r"norm.weight takes shape \(\d+,\), the checkpoint's \(2,\)",
+        ),
+        (
+            lambda tensors: tensors.update({"model.final_layernorm.weight": torch.ones(256, dtype=torch.int16)}),
+            "model.final_layernorm.weight holds torch.int16",
+        ),
+    ],
+)
+def test_what_a_model_would_refuse_is_not_written(
+    edit: Callable[[dict[str, torch.Tensor]], object], text: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(plain["falcon"], path)
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=text):
+        write_quantised(str(path), tmp_path / "out", "fp8", ())
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_tensors_of_two_files(plain: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(plain["falcon"], path)
+    shutil.copy(path / "model.safetensors", path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="filled more than once"):
+        write_quantised(str(path), tmp_path / "out", "fp8", ())
+
+
+def test_places_that_cannot_be_written(plain: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(plain["falcon"], path)
+    with pytest.raises(ConfigError, match="would be within the checkpoint"):
+        write_quantised(str(path), path / "out", "fp8", ())
+    with pytest.raises(ConfigError, match="cannot be written: .*File name too long"):
+        write_quantised(str(path), tmp_path / ("x" * 300), "fp8", ())
 
 
 def test_transformers_reads_the_configuration(plain: dict[str, Path], tmp_path: Path) -> None:

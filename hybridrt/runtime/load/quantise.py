@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,6 +20,7 @@ from hybridrt.base.errors import ConfigError, reason
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.config.quant_online import OnlineRules
 from hybridrt.models.config.quant_written import quantization_config
+from hybridrt.models.loading.loader import check_tensors
 from hybridrt.models.loading.quantised_copy import CopyPlan, plan_copy
 from hybridrt.models.loading.shards import shards_of
 from hybridrt.models.loading.tensor_writer import TensorWriter
@@ -53,8 +55,11 @@ def write_quantised(model: str, out: Path, scheme: str, ignore: Sequence[str], p
         ConfigError: an option cannot be used, `out` exists, or it cannot be written.
         CheckpointError: the checkpoint is damaged.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out} exists; choose another name, or remove it")
+    try:
+        if out.exists() or out.is_symlink():
+            raise ConfigError(f"{out} exists; choose another name, or remove it")
+    except OSError as e:  # such as a name that is too long
+        raise ConfigError(f"{out} cannot be written: {reason(e)}") from e
     rules = OnlineRules(scheme, tuple(ignore))
     config = EngineConfig(model)
     path, target = load_target(config, TPGroup())
@@ -63,9 +68,14 @@ def write_quantised(model: str, out: Path, scheme: str, ignore: Sequence[str], p
         raise ConfigError(
             f"{path} is quantised already (by {quant.rules.name}); pass the checkpoint that it was made from"
         )
+    if out.resolve().is_relative_to(path.resolve()):
+        raise ConfigError(f"{out} would be within the checkpoint {path}; choose another place")
     shards = _sorted(shards_of(path))
-    plan = plan_copy(*plain_model(config, target), rules, shards)
+    plain, linear = plain_model(config, target)
+    check_tensors(plain, path, shards)
+    plan = plan_copy(plain, linear, rules, shards)
     temporary: Path | None = None
+    made = [parent for parent in out.parents if not parent.exists()]  # innermost first
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -79,6 +89,9 @@ def write_quantised(model: str, out: Path, scheme: str, ignore: Sequence[str], p
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # it holds the copy, or was never made
+                parent.rmdir()
     return QuantisedCopy(out, sum(map(len, plan.modules.values())), len(plan.plain), *sizes)
 
 
