@@ -199,7 +199,9 @@ class Chat:
             if template not in self._traits:
                 variables, renderer = self._tokenizer.hf.special_tokens_map, self._renderer(large=False)
                 placeholder = self._images.text if self._images else None
-                self._traits[template] = find_traits(template, variables, renderer, placeholder)
+                self._traits[template] = find_traits(
+                    template, variables, renderer, placeholder, refuses_slow=self.foreign
+                )
             return self._traits[template]
 
     def _fitted(self, conversation: Conversation) -> Conversation:

@@ -14,15 +14,21 @@ from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.channel.request_child import ChildNotStartedError, RequestChild, RequestRefusedError
 
 TIMEOUT_S = 10.0
+FOREIGN_TIMEOUT_S = 2.0  # of a template that comes with a request: other clients' wait for it
 MAX_BYTES = 1 << 30  # memory for a template, in addition to the process at its start
 
 
 class Renderer:
     """A child process, started by the first call and again after it was killed. Calls of several
     threads wait for each other: RENDERER is for small conversations, LARGE_RENDERER for others,
-    which take up to TIMEOUT_S each, FOREIGN_RENDERER for templates of requests."""
+    which take up to TIMEOUT_S each, FOREIGN_RENDERER for templates of requests.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: that a rendering may take.
+    """
+
+    def __init__(self, seconds: float = TIMEOUT_S) -> None:
+        self._seconds = seconds
         self._child = RequestChild("hybridrt.chat.render_child", {"max_bytes": MAX_BYTES})
         atexit.register(self.close)
 
@@ -35,8 +41,7 @@ class Renderer:
                 template.
 
         Raises:
-            CheckpointError: the template raises, or exceeds TIMEOUT_S seconds or MAX_BYTES of
-                memory.
+            CheckpointError: the template raises, or exceeds its seconds or MAX_BYTES of memory.
             RequestError: a message or an option is no plain data.
         """
         request = {"template": template, "messages": messages, "options": options}
@@ -48,9 +53,9 @@ class Renderer:
         if len(data) > MAX_BYTES:
             raise RequestError(f"the conversation has {len(data)} bytes; there may be {MAX_BYTES}", "messages")
         try:
-            return str(self._child.ask(data, TIMEOUT_S), errors="replace")
+            return str(self._child.ask(data, self._seconds), errors="replace")
         except TimeoutError as e:
-            raise _failed(f"it has not ended within {TIMEOUT_S:g} seconds") from e
+            raise _failed(f"it has not ended within {self._seconds:g} seconds") from e
         except EOFError as e:
             raise _failed("its process was killed") from e
         except RequestRefusedError as e:
@@ -89,4 +94,4 @@ def _unfit(messages: Any, tools: Any) -> str:
     return "chat_template_kwargs"
 
 
-RENDERER, LARGE_RENDERER, FOREIGN_RENDERER = Renderer(), Renderer(), Renderer()
+RENDERER, LARGE_RENDERER, FOREIGN_RENDERER = Renderer(), Renderer(), Renderer(FOREIGN_TIMEOUT_S)

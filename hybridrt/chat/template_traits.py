@@ -61,25 +61,29 @@ class _Trials:
         self._template, self._variables = template, {**variables, "add_generation_prompt": True}
         self._deadline = time.monotonic() + MAX_SECONDS
         self.cut_off = False
+        self.slow_failure: CheckpointError | None = None
 
     def render(self, messages: Sequence[Message], **options: Any) -> str | None:
         """Returns None if the template fails or there is no time."""
-        if time.monotonic() > self._deadline:
+        start = time.monotonic()
+        if start > self._deadline:
             self.cut_off = True
             return None
         try:
             return self._renderer.render(self._template, messages, {**self._variables, **options})
-        except CheckpointError:
+        except CheckpointError as e:
+            if time.monotonic() - start > _SLOW:
+                self.slow_failure = e
             return None
 
     def takes_the_plainest(self) -> bool:
         """Whether the template renders a plain conversation. If it does so only with tools, all later trials have
         one. A trial that fails slowly is the last one."""
         for tools, content in ((None, "Hi"), ([_tool(description="")], "Hi"), (None, _PARTS)):
-            self._variables["tools"], start = tools, time.monotonic()
+            self._variables["tools"] = tools
             if self.render([_said("user", content)]) is not None:
                 return True
-            if time.monotonic() - start > _SLOW:
+            if self.slow_failure is not None:
                 break
         return False
 
@@ -90,20 +94,28 @@ class _Trials:
 
 
 def find_traits(
-    template: str, variables: Mapping[str, Any], renderer: Renderer = RENDERER, placeholder: str | None = None
+    template: str,
+    variables: Mapping[str, Any],
+    renderer: Renderer = RENDERER,
+    placeholder: str | None = None,
+    *,
+    refuses_slow: bool = False,
 ) -> TemplateTraits:
     """Tries a template, in milliseconds; at most MAX_SECONDS and one rendering.
 
     Args:
         variables: for every rendering, such as the special tokens.
         placeholder: text of the token that it writes for an image; None: the model takes none.
+        refuses_slow: raise the error of a plain conversation that fails slowly. A second one would take as long.
 
     Raises:
-        CheckpointError: the process for templates does not start.
+        CheckpointError: the process for templates does not start, or see `refuses_slow`.
     """
     renderer.start()
     trials = _Trials(template, variables, renderer)
     if not trials.takes_the_plainest():
+        if refuses_slow and trials.slow_failure is not None:
+            raise trials.slow_failure
         return TemplateTraits()  # conversations will say why
     developer = _knows_developer(trials)
     instructions = INSTRUCTIONS if developer else INSTRUCTIONS[:1]

@@ -254,3 +254,22 @@ def test_a_slow_template_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert len(renderings) <= 3 and "more than 10 seconds" in caplog.text
     everyone = frozenset(template_traits.ROLES)
     assert find_traits("x", {}, placeholder="<i>") == template_traits.TemplateTraits(parts=everyone, images=everyone)
+
+
+def test_a_template_that_fails_slowly_is_not_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its error can be raised: a conversation would take as long."""
+    renderings: list[int] = []
+
+    def render(*_: object) -> str:
+        renderings.append(1)
+        raise CheckpointError("it has not ended")
+
+    monkeypatch.setattr(RENDERER, "render", render)
+    ticks = iter(range(0, 1000, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: float(next(ticks)))
+        with pytest.raises(CheckpointError, match="it has not ended"):
+            find_traits("x", {}, refuses_slow=True)
+        assert len(renderings) == 1
+        assert find_traits("x", {}) == template_traits.TemplateTraits() and len(renderings) == 2
+    assert find_traits("x", {}, refuses_slow=True) == template_traits.TemplateTraits()  # it fails at once

@@ -237,7 +237,7 @@ def test_a_chat_template_that_never_ends_holds_up_no_other_request(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even one with large messages."""
-    monkeypatch.setattr(renderer, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(renderer.FOREIGN_RENDERER, "_seconds", 1.0)
     with serving(served.llm, request_chat_templates=True) as own, ThreadPoolExecutor(4) as threads:
         stuck = [
             threads.submit(own.post, "/v1/chat/completions", CHAT | {"chat_template": BAD + "x" * i}) for i in range(2)

@@ -175,7 +175,7 @@ class Service:
         chat = self.chat_with(template)
         lane = "template" if chat.foreign else lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
         try:
-            text: str = await self.llm.in_thread(chat.render, conversation, lane=lane)
+            text: str = await self.llm.in_thread(chat.render, conversation, lane=lane, client=conversation.client)
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
         return text
