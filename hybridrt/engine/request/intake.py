@@ -164,7 +164,8 @@ class Intake:
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
         _check_resumed(len(tokens) + len(params.resume_token_ids), max_len)
         self.check_fits(max_len)
-        matcher = self._matcher(params, resolved, latest)
+        constrained = params.structured_outputs is not None or resolved.rules is not None
+        matcher = self._matcher(params, resolved, latest) if constrained else None
         delta = mrope_delta(spans) if self.limits.mrope else 0
         return PreparedPrompt(
             tokens, ids, params, max_len, resolved.stop_ids, resolved.rules, matcher=matcher, stop=resolved.stop,

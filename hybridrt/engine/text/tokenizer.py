@@ -318,13 +318,9 @@ class Detokenizer:
             return False
         if text.endswith(_INCOMPLETE):
             return self._extend(self._before_unfinished(text, tokens), may_stop)
-        self._keep(window[self._read :], 0)
+        self._window = window = window[self._read :]
+        self._read, self._known = len(window), len(self._decode(window))
         return self._extend(text[known:], may_stop)
-
-    def _keep(self, window: list[int], pending: int) -> None:
-        """Forgets the tokens before `window`, of which all but the last `pending` have been given out."""
-        self._window, self._read = window, len(window) - pending
-        self._known = len(self._decode(window[: self._read]))
 
     def _before_unfinished(self, text: str, tokens: Sequence[int]) -> str:
         """The new part of the window's text, which ends within a character or with bytes that are none."""
@@ -340,7 +336,9 @@ class Detokenizer:
             head = self._decode(window[:-unread])
             if not head.endswith(_INCOMPLETE):
                 if len(head) > known:
-                    self._keep(window[self._read :], unread)
+                    self._window = window = window[self._read :]
+                    self._read = len(window) - unread
+                    self._known = len(self._decode(window[: self._read]))
                 return head[known:]
         return ""
 

@@ -217,7 +217,16 @@ class LaunchedStep:
             decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
             accepted = self._verify(runner, part, decode, of_drafts)
         if lines is not None and lines.on_host[0].size:
-            self._sample_lines(runner, part, lines, bitmask)
+            parts, wanted = runner.row_requirements.required_by_rows(*lines.on_host)
+            if part.graphs is not None and bitmask is None and takes_likeliest(parts):
+                tokens = part.graphs.draw(len(lines.rows))
+            else:
+                tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
+                runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
+            drawn = _Drawn(tokens.unsqueeze(1), None, (), wanted)
+            if wanted:
+                drawn = _with_logprobs(runner, lines, drawn)
+            self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
         if runner.drafter is not None:
             assert batch is not None and part.arrays is not None and part.hidden is not None
             runner.drafter.follow(batch, part.hidden, accepted, part.arrays.prompts)
@@ -225,20 +234,6 @@ class LaunchedStep:
             self._score_prompts(runner, part)
         if part.pooled:
             self._pool(runner, part)
-
-    def _sample_lines(
-        self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
-    ) -> None:
-        parts, wanted = runner.row_requirements.required_by_rows(*lines.on_host)
-        if part.graphs is not None and bitmask is None and takes_likeliest(parts):
-            tokens = part.graphs.draw(len(lines.rows))
-        else:
-            tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
-            runner.enter_tokens(lines.rows, tokens, runner.last_tokens)
-        drawn = _Drawn(tokens.unsqueeze(1), None, (), wanted)
-        if wanted:
-            drawn = _with_logprobs(runner, lines, drawn)
-        self._drawn.append(self._copy_drawn(drawn) if tokens.is_cuda else drawn)
 
     def _verify(
         self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
