@@ -75,7 +75,7 @@ class AnswerReader:
     def reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its closing tag included. If tags are no single tokens, 0
         until the end."""
-        if self._tags is None and self.finish_reason is not None and self.message.reasoning:
+        if self._tags is None and self.finish_reason is not None and self.message.reasoning_length:
             if self._encoded is None:
                 self._encoded = len(self._encode(self.message.reasoning))
             return self._encoded
@@ -84,11 +84,11 @@ class AnswerReader:
     @property
     def uncounted(self) -> int:
         """Characters to be encoded at the end to count their tokens."""
-        return len(self.message.reasoning) if self._tags is None and self._encoded is None else 0
+        return self.message.reasoning_length if self._tags is None and self._encoded is None else 0
 
     def _as_call(self, name: str, events: list[Event], finish_reason: str | None) -> Iterator[Event]:
         """The call's arguments are {"input": content}, not closed if the answer was cut off."""
-        begun = bool(self.message.tool_calls)
+        begun = self.message.num_calls > 0
         for event in [*events, *([Content("")] if finish_reason == "stop" else [])]:
             if not isinstance(event, Content):
                 yield event

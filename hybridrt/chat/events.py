@@ -1,7 +1,7 @@
 """Events of a streamed answer, and the message that is their sum."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +55,64 @@ class ToolCall:
     arguments: str = ""
 
 
-@dataclass(slots=True)
+class _Text:
+    """A text that grows by pieces. They are joined when it is read: to add each to a string would copy it each time."""
+
+    def __init__(self) -> None:
+        self._pieces, self.length = list[str](), 0
+
+    def add(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self.length += len(piece)
+
+    def read(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+
 class ChatMessage:
-    """An answer so far: the sum of its events.
+    """An answer so far: the sum of its events."""
 
-    Attributes:
-        content: "" if there is none.
-        reasoning: "" if there is none.
-    """
+    def __init__(self) -> None:
+        self._content, self._reasoning = _Text(), _Text()
+        self._calls = list[tuple[CallBegin, _Text]]()
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    @property
+    def content(self) -> str:
+        """Empty if there is none."""
+        return self._content.read()
+
+    @property
+    def reasoning(self) -> str:
+        """Empty if there is none."""
+        return self._reasoning.read()
+
+    @property
+    def reasoning_length(self) -> int:
+        """Characters of `reasoning`, which is not joined for it."""
+        return self._reasoning.length
+
+    @property
+    def num_calls(self) -> int:
+        """Of `tool_calls`, which are not joined for it."""
+        return len(self._calls)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """In the order in which they began."""
+        return [ToolCall(begin.id, begin.name, arguments.read()) for begin, arguments in self._calls]
 
     def extend(self, events: Iterable[Event]) -> "ChatMessage":
         """Adds later events. Returns self."""
         for event in events:
             match event:
                 case Content():
-                    self.content += event.text
+                    self._content.add(event.text)
                 case Reasoning():
-                    self.reasoning += event.text
+                    self._reasoning.add(event.text)
                 case CallBegin():
-                    self.tool_calls.append(ToolCall(event.id, event.name))
+                    self._calls.append((event, _Text()))
                 case CallArguments():
-                    self.tool_calls[event.index].arguments += event.text
+                    self._calls[event.index][1].add(event.text)
         return self

@@ -75,10 +75,11 @@ def named_arguments(tool: Tool, name: re.Pattern[str]) -> dict[str, tuple[Any, b
     Raises:
         RequestError: such a format cannot be held to the tool's schema.
     """
-    schema = resolved(tool.parameters, tool.parameters)
-    found, required = ((schema.get(key) if isinstance(schema, Mapping) else None) for key in ("properties", "required"))
-    properties: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    needed = required if isinstance(required, list) else []
+    found = resolved(tool.parameters, tool.parameters)
+    schema: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    described, required = schema.get("properties"), schema.get("required")
+    properties: Mapping[str, Any] = described if isinstance(described, Mapping) else {}
+    needed = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
     wrong = [key for key in _OF_THE_WHOLE if key in schema]
     wrong += [
         f"the property {shown(key)}" for key in properties if not 0 < len(key) <= MAX_NAME or not name.fullmatch(key)

@@ -17,7 +17,7 @@ from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, star
 from hybridrt.server.cache_stream import CacheStream
 from hybridrt.server.core.bodies import route_class
 from hybridrt.server.core.engine_state import EngineState
-from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.guard import SECONDS, Guard
 from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
 from hybridrt.server.core.model_list import model_list, one_model
 from hybridrt.server.core.protocol import (
@@ -121,7 +121,9 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer form."""
         answer = await start_response(service, body, request.scope)
-        return begin_in_background(service, answer) if body.background else await respond(answer, request)
+        if body.background:
+            return begin_in_background(service, answer, request.scope[SECONDS])
+        return await respond(answer, request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_requests_get_their_own_tokens_a_message_a_step() -> None:
     rig, reader = Rig(late=1), Reader()
     loop = EngineLoop(rig.engine, reader, max_samples=100)
     for i in range(9):
-        loop.submit(rig.engine.prepare([1, i], params(3 + i, i)), f"r{i}")
+        loop.submit({f"r{i}": rig.engine.prepare([1, i], params(3 + i, i))})
     reader.wait_for_end(*(f"r{i}" for i in range(9)))
     assert loop.close() and loop.unfinished == 0 and loop.error is None
     for i in range(9):
@@ -83,7 +83,7 @@ def test_the_next_step_is_launched_when_tokens_are_handed_out(monkeypatch: pytes
         reader(message)
 
     loop = EngineLoop(rig.engine, note_launches, max_samples=100)
-    loop.submit(rig.engine.prepare([1], params(6, 0)), "one")
+    loop.submit({"one": rig.engine.prepare([1], params(6, 0))})
     reader.wait_for_end("one")
     assert loop.close()
     for thread in threads:
@@ -95,7 +95,7 @@ def test_short_steps_wait_for_readers_a_share_of_their_time(monkeypatch: pytest.
     monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
     rig, reader = Rig(late=1), Reader()  # whose messages are never handed out
     loop = EngineLoop(rig.engine, reader, max_samples=100)
-    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    loop.submit({"one": rig.engine.prepare([1], FIVE)})
     reader.wait_for_end("one")
     assert loop.close()
 
@@ -105,7 +105,7 @@ def test_a_device_that_is_idle_waits_for_no_reader(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SHARE", 1e9)
     rig, reader = Rig(late=0), Reader()  # whose messages are never handed out
     loop = EngineLoop(rig.engine, reader, max_samples=100)
-    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    loop.submit({"one": rig.engine.prepare([1], FIVE)})
     reader.wait_for_end("one")
     assert loop.close()
 
@@ -122,9 +122,9 @@ def test_requests_join_a_step_that_need_not_be_scheduled_yet(monkeypatch: pytest
 
     monkeypatch.setattr(rig.engine, "spare_seconds", spare_seconds)
     loop = EngineLoop(rig.engine, reader, max_samples=100)
-    loop.submit(rig.engine.prepare([1], FIVE), "first")
+    loop.submit({"first": rig.engine.prepare([1], FIVE)})
     assert asked.wait(WAIT)
-    loop.submit(rig.engine.prepare([2], FIVE), "second")
+    loop.submit({"second": rig.engine.prepare([2], FIVE)})
     reader.wait_for_end("first", "second")
     assert [len(plan.admissions) for plan in rig.executor.plans[:2]] == [1, 1]
     assert loop.close()
@@ -134,7 +134,7 @@ def test_a_loop_that_puts_a_step_off_can_be_closed(monkeypatch: pytest.MonkeyPat
     rig, asked = Rig(late=1), threading.Event()
     monkeypatch.setattr(rig.engine, "spare_seconds", lambda: asked.set() or 2.0 * WAIT)
     loop = EngineLoop(rig.engine, Reader(), max_samples=100)
-    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    loop.submit({"one": rig.engine.prepare([1], FIVE)})
     assert asked.wait(WAIT) and loop.close(WAIT)
     rig.assert_empty()
 
@@ -151,7 +151,7 @@ def test_a_step_that_ends_long_before_its_predicted_end_is_noticed(monkeypatch: 
 
     monkeypatch.setattr(rig.engine, "spare_seconds", spare_seconds)
     loop = EngineLoop(rig.engine, reader, max_samples=100)
-    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    loop.submit({"one": rig.engine.prepare([1], FIVE)})
     assert asked.wait(WAIT)
     over.set()
     reader.wait_for_end("one")
@@ -175,7 +175,7 @@ def test_an_engine_with_a_target_says_how_long_a_step_may_be_put_off() -> None:
 def test_an_idle_loop_holds_nothing() -> None:
     rig, reader = Rig(late=1), Reader()
     loop = EngineLoop(rig.engine, reader, max_samples=100)
-    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    loop.submit({"one": rig.engine.prepare([1], FIVE)})
     reader.wait_for_end("one")
     loop.abort("one")
     loop.abort("never seen")
@@ -189,8 +189,8 @@ def test_abort_ends_a_request_and_no_other() -> None:
     rig, reader = Rig(), Reader()
     loop = EngineLoop(rig.engine, reader, max_samples=100)
     with rig.engine.turns:  # no step before both are there
-        loop.submit(rig.engine.prepare([1], params(40, 1)), "gone")
-        loop.submit(rig.engine.prepare([2], params(40, 2)), "stays")
+        loop.submit({"gone": rig.engine.prepare([1], params(40, 1))})
+        loop.submit({"stays": rig.engine.prepare([2], params(40, 2))})
         loop.abort("gone")
     reader.wait_for_end("gone", "stays")
     loop.close()
@@ -216,15 +216,17 @@ def test_a_full_queue_refuses_and_takes_again() -> None:
     rig, reader = Rig(), Reader()
     loop = EngineLoop(rig.engine, reader, max_samples=4)
     with rig.engine.turns:
-        loop.submit(rig.engine.prepare([1], params(5, 1, n=3)), "three")
+        loop.submit({"three": rig.engine.prepare([1], params(5, 1, n=3))})
         with pytest.raises(QueueFullError, match=r"3 samples run or wait, the request asks for 2 more, and 4 may be"):
-            loop.submit(rig.engine.prepare([1], params(5, 1, n=2)), "two")
-        loop.submit(rig.engine.prepare([1], params(5, 1)), "one")
+            loop.submit({"two": rig.engine.prepare([1], params(5, 1, n=2))})
+        with pytest.raises(QueueFullError, match="the request asks for 2 more"):  # none of a batch has started
+            loop.submit({name: rig.engine.prepare([1], params(5, 1)) for name in ("a", "b")})
+        loop.submit({"one": rig.engine.prepare([1], params(5, 1))})
         with pytest.raises(RequestError, match="in use"):
-            loop.submit(rig.engine.prepare([1], params(5, 1)), "one")
+            loop.submit({"one": rig.engine.prepare([1], params(5, 1))})
     reader.wait_for_end("three", "one")
     reader.wait(lambda: loop.unfinished == 0)
-    loop.submit(rig.engine.prepare([1], params(5, 1, n=2)), "two")
+    loop.submit({"two": rig.engine.prepare([1], params(5, 1, n=2))})
     reader.wait_for_end("two")
     loop.close()
     rig.assert_empty()
@@ -235,8 +237,8 @@ def test_an_id_that_another_owner_uses_fails_alone() -> None:
     with rig.engine.turns:
         rig.add([1], "mine", max_tokens=3, ignore_eos=True)
     loop = EngineLoop(rig.engine, reader, max_samples=4)
-    loop.submit(rig.engine.prepare([1], FIVE), "mine")
-    loop.submit(rig.engine.prepare([2], FIVE), "other")
+    loop.submit({"mine": rig.engine.prepare([1], FIVE)})
+    loop.submit({"other": rig.engine.prepare([2], FIVE)})
     reader.wait_for_end("mine", "other")
     loop.close()
     assert "in use" in str(reader.errors["mine"]) and "other" not in reader.errors
@@ -264,14 +266,14 @@ def test_a_step_that_raises_ends_the_loop_and_every_request() -> None:
         run_step()
 
     rig.engine.run_step = broken  # type: ignore[method-assign]
-    loop.submit(rig.engine.prepare([1], params(40, 1, n=2)), "running")
+    loop.submit({"running": rig.engine.prepare([1], params(40, 1, n=2))})
     reader.wait_for_end("running")
     loop._thread.join(WAIT)
     assert isinstance(reader.errors["running"], UnavailableError)
     assert "ZeroDivisionError: a bug" in str(loop.error)
     assert reader.samples["running", 1].finish_reason == "abort", "both samples ended"
     with pytest.raises(UnavailableError, match="a bug"):
-        loop.submit(rig.engine.prepare([1], FIVE), "late")
+        loop.submit({"late": rig.engine.prepare([1], FIVE)})
     assert loop.close() and loop.unfinished == 0
 
 
@@ -281,7 +283,7 @@ def test_what_no_later_step_gets_over_ends_the_loop(fatal: Exception, monkeypatc
     reader = Reader()
     in_step(5, fatal, runner)
     loop = EngineLoop(llm.engine, reader, max_samples=100)
-    loop.submit(llm.engine.prepare([1], LONG), "first")
+    loop.submit({"first": llm.engine.prepare([1], LONG)})
     reader.wait_for_end("first")
     loop._thread.join(WAIT)
     assert isinstance(reader.errors["first"], EngineError)
@@ -293,11 +295,11 @@ def test_a_step_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPat
     reader = Reader()
     loop = EngineLoop(llm.engine, reader, max_samples=100)
     in_step(0, ValueError("this step alone"), runner)
-    loop.submit(llm.engine.prepare([1], LONG), "first")
+    loop.submit({"first": llm.engine.prepare([1], LONG)})
     reader.wait_for_end("first")
     del runner.launch
     assert "this step alone" in str(reader.errors["first"]) and loop.error is None
-    loop.submit(llm.engine.prepare([1], FIVE), "second")
+    loop.submit({"second": llm.engine.prepare([1], FIVE)})
     reader.wait_for_end("second")
     assert reader.samples["second", 0].token_ids == tokens_alone([1], 1, 5, VOCAB)
     loop.close()
@@ -307,12 +309,12 @@ def test_a_step_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPat
 def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
     rig, reader = Rig(late=1), Reader()
     loop = EngineLoop(rig.engine, reader, max_samples=100)
-    loop.submit(rig.engine.prepare([1], params(60, 1, n=2)), "running")
+    loop.submit({"running": rig.engine.prepare([1], params(60, 1, n=2))})
     reader.wait(lambda: ("running", 1) in reader.samples)
     assert loop.close() and loop.close()
     assert {reader.samples["running", i].finish_reason for i in range(2)} <= {"abort", "length"}
     with pytest.raises(UnavailableError, match="closed"):
-        loop.submit(rig.engine.prepare([1], FIVE), "late")
+        loop.submit({"late": rig.engine.prepare([1], FIVE)})
     rig.assert_empty()
 
 
@@ -327,7 +329,7 @@ def test_a_step_that_hangs_shows_and_close_gives_up_waiting(monkeypatch: pytest.
     before_launch(runner, hang)
     loop = EngineLoop(llm.engine, Reader(), max_samples=100)
     assert loop.stalled == 0
-    loop.submit(llm.engine.prepare([1], FIVE), "hangs")
+    loop.submit({"hangs": llm.engine.prepare([1], FIVE)})
     assert inside.wait(WAIT) and loop.stalled > 0
     assert not loop.close(timeout=0.01)
     leave.set()
@@ -340,7 +342,7 @@ def test_other_threads_generate_while_the_loop_runs(monkeypatch: pytest.MonkeyPa
     reader = Reader()
     loop = EngineLoop(llm.engine, reader, max_samples=100)
     for i in range(6):
-        loop.submit(llm.engine.prepare([i], params(40, i)), f"r{i}")
+        loop.submit({f"r{i}": llm.engine.prepare([i], params(40, i))})
 
     def generate(first: int) -> None:
         for i in range(first, first + 10):

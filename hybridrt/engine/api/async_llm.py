@@ -187,8 +187,8 @@ class AsyncLLM:
             raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
         deltas = DeltaStream(self._loop)
         try:
+            self._loop.submit(batch, stream=stream, client=client)
             for request_id, prompt in batch.items():
-                self._loop.submit(prompt, request_id, stream=stream, client=client)
                 deltas.requests[request_id] = prompt
                 self._left[request_id] = prompt.params.n
                 deltas.running += prompt.params.n

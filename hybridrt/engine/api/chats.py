@@ -121,11 +121,16 @@ def _check_grammars(engine: Engine, conversation: Conversation) -> None:
                 raise RequestError(f"the grammar of the tool {tool.name} cannot be used: {e}", "tools") from e
 
 
+def _length(content: Any) -> int:
+    """Characters of a text, or of the texts among parts."""
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+
+
 def check_characters(conversation: Conversation, most: int) -> None:
     """Raises PromptTooLongError for contents that no prompt has room for, before rendering.
     Templates may leave out earlier reasoning and calls.
     """
-    found = sum(len(message.get("content", "")) for message in conversation.messages)
+    found = sum(_length(message.get("content", "")) for message in conversation.messages)
     if found > most:
         raise PromptTooLongError(
             f"the messages have {found} characters, and a prompt of this model's maximum context length has at most "

@@ -3,7 +3,7 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,21 +90,21 @@ class EngineLoop:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def submit(self, prepared: PreparedPrompt, request_id: str, *, stream: bool = True, client: str = "") -> None:
-        """Queues a prepared prompt. Its deltas come in later messages. `stream` and `client` as for
-        `Engine.submit`.
+    def submit(self, batch: Mapping[str, PreparedPrompt], *, stream: bool = True, client: str = "") -> None:
+        """Queues prepared prompts by their ids: all or none. Their deltas come in later messages. `stream` and
+        `client` as for `Engine.submit`.
 
         Raises:
             QueueFullError: there would be more than `max_samples` unfinished samples.
-            RequestError: the id is taken.
+            RequestError: an id is taken.
             UnavailableError: the loop has ended, or this is a forked process.
         """
         self.check_process()
-        n = prepared.params.n
+        n = sum(prepared.params.n for prepared in batch.values())
         with self._lock:
             if self.error is not None or self._closing:
                 raise self.error or UnavailableError("the engine is closed; build a new one")
-            if request_id in self._unfinished:
+            for request_id in batch.keys() & self._unfinished.keys():
                 raise RequestError(
                     f"request id {request_id!r} is in use; pass another one, or None to get one", "request_id"
                 )
@@ -113,10 +113,11 @@ class EngineLoop:
                     f"{self._count} samples run or wait, the request asks for {n} more, and {self.max_samples} may be "
                     "there at a time: try again later"
                 )
-            metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
-            self._unfinished[request_id] = set(range(n)), metrics
             self._count += n
-            self._commands.put(partial(self._submit, prepared, request_id, stream, client))
+            for request_id, prepared in batch.items():
+                metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
+                self._unfinished[request_id] = set(range(prepared.params.n)), metrics
+                self._commands.put(partial(self._submit, prepared, request_id, stream, client))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it runs: its samples' last deltas have the reason "abort". Finalizers

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from hybridrt.base.errors import shown
-from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sampling, TextPart, tag_of
+from hybridrt.server.core.protocol import MAX_MESSAGES, Body, FirstError, ListOf, Rested, Sampling, TextPart, tag_of
 
 
 class PlainSource(Body):
@@ -203,7 +203,7 @@ class OutputOptions(Body):
 class CountRequest(Sampling):
     """/v1/messages/count_tokens"""
 
-    messages: Annotated[list[Rested[MessageTurn]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Rested[MessageTurn]], Field(min_length=1, max_length=MAX_MESSAGES), FirstError()]
     system: str | ListOf[TextPart] | None = None
     tools: ListOf[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None

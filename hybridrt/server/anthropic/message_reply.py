@@ -29,7 +29,7 @@ class MessageReply(BlockReply):
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._blocks: list[dict[str, Any]] = []
-        self._written = ""  # text that the open block has written
+        self._pieces_written = list[str]()  # text that the open block has written
         self._stopped_by: int | str | None = None
         self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
 
@@ -76,15 +76,19 @@ class MessageReply(BlockReply):
         else:
             block = {"type": "thinking", "thinking": "", "signature": ""}
         self._blocks.append(block)
-        self._written = ""
+        self._pieces_written = []
         yield self._event("content_block_start", content_block=block)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         if kind == "reasoning" and self._omits_thinking:
             return
-        self._written += text
+        self._pieces_written.append(text)
         name, field = _DELTAS[kind]
         yield self._event("content_block_delta", delta={"type": name, field: text})
+
+    @property
+    def _written(self) -> str:
+        return "".join(self._pieces_written)
 
     def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
         if kind == "call":

@@ -29,6 +29,7 @@ FLEET_PATH = "/fleet/"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"
+SECONDS = "hybridrt.seconds"  # of a scope: that its request may take
 _SEND_SECONDS = 5.0  # the client may not read
 access_log = logging.getLogger("hybridrt.access")
 log = logging.getLogger("hybridrt.server")
@@ -64,7 +65,7 @@ class Guard:
             self._entry = CORSMiddleware(
                 self._answer,
                 allow_origins=config.allowed_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("Retry-After", "Warning", "X-Request-Id"),
             )
@@ -100,7 +101,8 @@ class Guard:
         try:
             body.client = (scope.get("client") or ("",))[0], self._check(scope, headers)
             endless = scope["path"].startswith(FLEET_PATH)
-            async with asyncio.timeout(None if endless else self._seconds(headers)):
+            scope[SECONDS] = seconds = self._seconds(headers)
+            async with asyncio.timeout(None if endless else seconds):
                 await self._app(scope, _limited(body.receive, self._config.max_body_bytes), send)
         except ClientGone:
             answer.status = CLIENT_GONE

@@ -20,7 +20,7 @@ MAX_TEMPLATE = 2**16  # characters
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _FirstError(FailFast):
+class FirstError(FailFast):
     """Ends the check of a list: millions of errors would hold up all requests."""
 
     __hash__ = object.__hash__  # typing.Union compares its members
@@ -33,8 +33,8 @@ def _rested(value: Any) -> Any:
 
 T = TypeVar("T")
 Rested = Annotated[T, BeforeValidator(_rested)]  # an element of a list that may be long
-ListOf = Annotated[list[Rested[T]], _FirstError()]
-TokenIds = Annotated[list[TokenId], Field(max_length=2**24), _FirstError()]
+ListOf = Annotated[list[Rested[T]], FirstError()]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**24), FirstError()]
 
 
 def at_most(entries: int) -> BeforeValidator:
@@ -101,8 +101,8 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchema | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # llama.cpp's place
-    structures: Annotated[list[Structure], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
-    triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES), _FirstError()] | None = None
+    structures: Annotated[list[Structure], Field(max_length=MAX_STRUCTURES), FirstError()] | None = None
+    triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES), FirstError()] | None = None
     format: Any = None  # xgrammar's newer form of structural tags (structural_tags.py)
 
 
@@ -180,7 +180,7 @@ def _prompt_tag(prompt: Any) -> str | None:
 Prompts = Annotated[
     Annotated[str, Tag("tagged-text")]
     | Annotated[TokenIds, Tag("tagged-ids")]
-    | Annotated[list[Rested[str | TokenIds]], Field(max_length=2**16), _FirstError(), Tag("tagged-list")],
+    | Annotated[list[Rested[str | TokenIds]], Field(max_length=2**16), FirstError(), Tag("tagged-list")],
     Discriminator(
         _prompt_tag,
         custom_error_type="prompt_type",
@@ -256,10 +256,13 @@ class Message(BaseModel):
     content: str | ListOf[Part] | None = None
 
 
+Messages = Annotated[list[Rested[Message]], Field(min_length=1, max_length=MAX_MESSAGES), FirstError()]
+
+
 class ChatFields(BaseModel):
     """What makes a prompt of a conversation; hybridrt.chat.conversation checks tools and tool_choice."""
 
-    messages: Annotated[list[Rested[Message]] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
+    messages: Messages | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -274,7 +277,7 @@ class ChatFields(BaseModel):
 class ChatRequest(ChatFields, Sampling):
     """/v1/chat/completions"""
 
-    messages: Annotated[list[Rested[Message]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = True
     logprob_token_ids: ListOf[int] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hybridrt.base.structured_outputs import WHITESPACE
+from hybridrt.base.structured_outputs import MAX_CHARACTERS, WHITESPACE
 from hybridrt.server.core.protocol import MAX_STRUCTURES, ResponseFormat, Structure
 from hybridrt.server.wire.errors import APIError
 
@@ -64,6 +64,10 @@ def tag_grammar(given: ResponseFormat) -> str:
         tag = tags[found.index(None)]
         raise APIError(400, f"no trigger is the beginning of {tag.begin[:100]!r}: add one", f"{_FIELD}.triggers")
     used = sorted(set(filter(None, found)))
+    length = len(used) * sum(map(len, used))  # each trigger's rule has all others
+    if length > MAX_CHARACTERS:
+        text = f"{len(used)} triggers make a grammar of {length} characters; there may be {MAX_CHARACTERS}"
+        raise APIError(400, f"{text}: pass fewer or shorter ones", f"{_FIELD}.triggers")
     rules = [f"start: ({' | '.join(f'trigger{i}' for i in range(len(used)))})* PLAIN", f"PLAIN: {_without(used)}"]
     for i, trigger in enumerate(used):
         others = [other for other in used if other != trigger]

@@ -145,6 +145,9 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     most = 1 if echo_alone else max_tokens
     if body.logprob_token_ids and body.logprobs is None:
         raise APIError(400, "logprob_token_ids goes with logprobs: set logprobs to 0", "logprob_token_ids")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        text = "echo shows the whole prompt, and truncate_prompt_tokens leaves out its beginning: pass one of them"
+        raise APIError(400, text, "truncate_prompt_tokens", "unsupported")
     changes = {
         "max_tokens": most, "logprobs": body.logprobs, "logprob_token_ids": body.logprob_token_ids,
     }  # fmt: skip

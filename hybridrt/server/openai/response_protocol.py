@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag
 from hybridrt.server.core.protocol import (
     MAX_MESSAGES,
     Body,
+    FirstError,
     ListOf,
     OtherPart,
     Rested,
@@ -17,7 +18,9 @@ from hybridrt.server.core.protocol import (
     tag_of,
 )
 
-MAX_METADATA = 1024  # OpenAI takes 16
+MAX_METADATA = 64  # entries; OpenAI takes 16, with the same lengths
+MAX_USER = 4096  # characters
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 # OpenAI's tools that a local server cannot run, and the items of history that they leave. Both are left out.
 BUILT_IN_TOOLS = frozenset({
@@ -150,7 +153,7 @@ Item = Annotated[
         "custom_tool_call_output, item_reference, reasoning or one of OpenAI's own tools",
     ),
 ]
-Items = Annotated[list[Rested[Item]], Field(min_length=1, max_length=MAX_MESSAGES)]
+Items = Annotated[list[Rested[Item]], Field(min_length=1, max_length=MAX_MESSAGES), FirstError()]
 
 
 class FunctionTool(Body):
@@ -245,7 +248,8 @@ class ResponseRequest(Sampling):
     thinking_token_budget: int | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
+    metadata: Annotated[Metadata | None, at_most(MAX_METADATA)] = None
+    user: Annotated[str | None, Field(max_length=MAX_USER)] = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
@@ -292,4 +296,4 @@ def _flat(tool: FunctionTool | CustomTool | NamespaceTool | BuiltIn) -> list[Fun
 class StoredItems(Body):
     """Items of earlier responses."""
 
-    input: list[Rested[Item]]
+    input: ListOf[Item]

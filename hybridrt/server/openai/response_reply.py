@@ -102,7 +102,7 @@ class ResponseReply(BlockReply):
         super().__init__(service, name, deltas, body, prepared)
         self.shows_reasoning = body.include_reasoning is not False
         self._items: list[dict[str, Any]] = []
-        self._written = ""  # text that the open item has written
+        self._pieces_written = list[str]()  # text that the open item has written
         self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
         self._logprobs: list[dict[str, Any]] = []  # those of the open item's text
         self._sent = 0
@@ -150,7 +150,7 @@ class ResponseReply(BlockReply):
         self._keep()
 
     def failure(self, error: APIError, scope: Scope) -> bytes:
-        self._error = {"code": "server_error", "message": error.message}
+        self.fail(error)
         return b"".join(named_events([self._event("response.failed", response=self.body())]))
 
     def _usage(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class ResponseReply(BlockReply):
         if self._kept is None:
             return False
         head = encode({name: value for name, value in self.body().items() if name != "output"})
-        output = {item["id"]: encode(item) for item in self._items}
+        output = {item["id"]: encode(_without_logprobs(item)) for item in self._items}
         stored = StoredResponse(head, output, self._kept.input, self._kept.previous)
         return self._kept.store.put(self._kept.owner, self.name, stored)
 
@@ -189,10 +189,14 @@ class ResponseReply(BlockReply):
         else:
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        self._written, self._logprobs = "", []
+        self._pieces_written, self._logprobs = [], []
         yield self._of_output("response.output_item.added", item=item)
         if call is None:
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
+
+    @property
+    def _written(self) -> str:
+        return "".join(self._pieces_written)
 
     def _pieces(self, delta: Delta) -> Iterator[TextPiece]:
         if self._tokens is None or delta.logprobs is None:  # those of another run have none
@@ -200,7 +204,7 @@ class ResponseReply(BlockReply):
         return self._tokens.pieces(delta)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
-        self._written += text
+        self._pieces_written.append(text)
         tokens = self._tokens
         found = [] if tokens is None else tokens.tokens_of_text(text) if kind != "call" else tokens.drop()
         if kind == "call" and "input" in self._items[-1]:
@@ -256,3 +260,11 @@ class ResponseReply(BlockReply):
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": self._written}
         return {"type": "output_text", "text": self._written, "annotations": [], "logprobs": self._logprobs}
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """A conversation goes on without them, and they are most of its JSON values."""
+    parts = item.get("content")
+    if not parts:
+        return item
+    return item | {"content": [part | {"logprobs": []} if "logprobs" in part else part for part in parts]}

@@ -77,22 +77,28 @@ def _page(text: bytes, name: str, limit: int, after: str | None, newest_first: b
     return encode({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
 
 
-def begin_in_background(service: Service, answer: ResponseReply) -> Response:
+def begin_in_background(service: Service, answer: ResponseReply, seconds: float) -> Response:
     """Lets a response run to its end, which nobody waits for; GET shows it then.
 
-    The answer says "queued", as at OpenAI.
+    The answer says "queued", as at OpenAI. It fails after so many `seconds`.
     """
-    task = asyncio.get_running_loop().create_task(_run(answer))
+    task = asyncio.get_running_loop().create_task(_run(answer, seconds))
     service.unwatched.add(task)
     task.add_done_callback(service.unwatched.discard)
     return _json(encode(answer.body() | {"status": "queued"}))
 
 
-async def _run(answer: ResponseReply) -> None:
+async def _run(answer: ResponseReply, seconds: float) -> None:
     try:
-        await whole_answer(answer)
+        async with asyncio.timeout(seconds):
+            await whole_answer(answer)
+    except TimeoutError:
+        answer.fail(APIError(504, f"the response has not ended within {seconds:g} seconds"))
     except HybridrtError as e:
         answer.fail(as_api_error(e))
+    except Exception:
+        answer.fail(APIError(500, "the response has failed; the server's log says why"))
+        raise  # the loop logs it
     finally:
         answer.deltas.close()
 
