@@ -79,7 +79,7 @@ def test_a_request_that_ends_twice_ends_once() -> None:
 
     tree.expect = no_memory  # type: ignore[method-assign, assignment]
     for name in ("a", "b", "c"):  # the recovery may end b
-        loop.submit(rig.engine.prepare([9] * 20, SamplingParams(**SHORT)), name)
+        loop.submit({name: rig.engine.prepare([9] * 20, SamplingParams(**SHORT))})
         assert reader.ended.acquire(timeout=WAIT)
     assert loop.error is None and not loop.unfinished and loop.close() and not reader.ended.acquire(blocking=False)
     assert [reader.samples[name, 0].finish_reason for name in ("a", "c")] == ["abort", "length"]
