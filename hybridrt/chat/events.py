@@ -55,7 +55,7 @@ class ToolCall:
     arguments: str = ""
 
 
-class _Text:
+class GrowingText:
     """A text that grows by pieces. They are joined when it is read: to add each to a string would copy it each time."""
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class ChatMessage:
     """An answer so far: the sum of its events."""
 
     def __init__(self) -> None:
-        self._content, self._reasoning = _Text(), _Text()
-        self._calls = list[tuple[CallBegin, _Text]]()
+        self._content, self._reasoning = GrowingText(), GrowingText()
+        self._calls = list[tuple[CallBegin, GrowingText]]()
 
     @property
     def content(self) -> str:
@@ -112,7 +112,7 @@ class ChatMessage:
                 case Reasoning():
                     self._reasoning.add(event.text)
                 case CallBegin():
-                    self._calls.append((event, _Text()))
+                    self._calls.append((event, GrowingText()))
                 case CallArguments():
                     self._calls[event.index][1].add(event.text)
         return self

@@ -279,8 +279,8 @@ def _told(link: Link | None) -> str | None:
 
 
 def _is_settled(link: Link, until: float, links: dict[int, Link], size: int, name: str) -> bool:
-    """Whether it is known whose link this is: it is in `links` then, or closed, and the log says why. RankError if it
-    has another version."""
+    """Whether the link was taken into `links`, or refused: it is closed then, and the log says why. RankError if the
+    other end has another version."""
     try:
         if (rank := _presented(link, until)) is None:
             return False

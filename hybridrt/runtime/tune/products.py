@@ -21,10 +21,7 @@ _ACTIVATION: dict[str, Activation] = {"silu_and_mul": "silu_and_mul", "relu2": "
 
 def tiled_product(shape: TiledProduct, device: torch.device) -> Trial:
     """`skinny_linear` without norm and activation, which change no tile."""
-    x = normal(device, shape.tokens, shape.columns, dtype=shape.dtype)
-    weights = _weights(shape.rows, shape.columns, shape.dtype, device)
-    calls = [partial(_product, x, weight) for weight in weights]
-    return Trial(calls, partial(_alone, calls[0]), lambda: [x.float() @ weights[0].float().t()])
+    return _plain_product(shape, device, _product)
 
 
 def few_tokens(shape: Product, device: torch.device) -> Trial:
@@ -44,9 +41,15 @@ def few_tokens(shape: Product, device: torch.device) -> Trial:
 
 def library_product(shape: LibraryProduct, device: torch.device) -> Trial:
     """A product of more tokens than our kernels take."""
+    return _plain_product(shape, device, linear)
+
+
+def _plain_product(
+    shape: TiledProduct | LibraryProduct, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]
+) -> Trial:
     x = normal(device, shape.tokens, shape.columns, dtype=shape.dtype)
     weights = _weights(shape.rows, shape.columns, shape.dtype, device)
-    calls = [partial(linear, x, weight) for weight in weights]
+    calls = [partial(product, x, weight) for weight in weights]
     return Trial(calls, partial(_alone, calls[0]), lambda: [x.float() @ weights[0].float().t()])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from hybridrt.chat.events import CallBegin
+from hybridrt.chat.events import CallBegin, GrowingText
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
 from hybridrt.engine.request.outputs import Delta
@@ -29,7 +29,7 @@ class MessageReply(BlockReply):
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._blocks: list[dict[str, Any]] = []
-        self._pieces_written = list[str]()  # text that the open block has written
+        self._written = GrowingText()  # text that the open block has written
         self._stopped_by: int | str | None = None
         self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
 
@@ -76,25 +76,21 @@ class MessageReply(BlockReply):
         else:
             block = {"type": "thinking", "thinking": "", "signature": ""}
         self._blocks.append(block)
-        self._pieces_written = []
+        self._written = GrowingText()
         yield self._event("content_block_start", content_block=block)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         if kind == "reasoning" and self._omits_thinking:
             return
-        self._pieces_written.append(text)
+        self._written.add(text)
         name, field = _DELTAS[kind]
         yield self._event("content_block_delta", delta={"type": name, field: text})
 
-    @property
-    def _written(self) -> str:
-        return "".join(self._pieces_written)
-
     def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
         if kind == "call":
-            self._blocks[-1]["input"] = _object(self._written)
+            self._blocks[-1]["input"] = _object(self._written.read())
         else:
-            self._blocks[-1][_DELTAS[kind][1]] = self._written
+            self._blocks[-1][_DELTAS[kind][1]] = self._written.read()
         yield self._event("content_block_stop")
 
     def _end(self) -> Iterator[dict[str, Any]]:

@@ -171,11 +171,16 @@ class Service:
 
     async def render_chat(self, conversation: Conversation, template: str | None = None) -> str:
         """A conversation in the chat template. Raises as `prepare_chat`."""
-        check_characters(conversation, (self.llm.llm.plan.max_model_len - 1) * self.tokenizer.characters_per_token)
+        most = (self.llm.llm.plan.max_model_len - 1) * self.tokenizer.characters_per_token
         chat = self.chat_with(template)
+
+        def checked() -> str:  # not on the event loop: there may be many parts
+            check_characters(conversation, most)
+            return chat.render(conversation)
+
         lane = "template" if chat.foreign else lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
         try:
-            text: str = await self.llm.in_thread(chat.render, conversation, lane=lane, client=conversation.client)
+            text: str = await self.llm.in_thread(checked, lane=lane, client=conversation.client)
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
         return text

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from starlette.types import Scope
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.chat.events import CallBegin
+from hybridrt.chat.events import CallBegin, GrowingText
 from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.api.chats import PreparedChat
 from hybridrt.engine.request.outputs import Delta
@@ -102,7 +102,7 @@ class ResponseReply(BlockReply):
         super().__init__(service, name, deltas, body, prepared)
         self.shows_reasoning = body.include_reasoning is not False
         self._items: list[dict[str, Any]] = []
-        self._pieces_written = list[str]()  # text that the open item has written
+        self._written = GrowingText()  # text that the open item has written
         self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
         self._logprobs: list[dict[str, Any]] = []  # those of the open item's text
         self._sent = 0
@@ -189,14 +189,10 @@ class ResponseReply(BlockReply):
         else:
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        self._pieces_written, self._logprobs = [], []
+        self._written, self._logprobs = GrowingText(), []
         yield self._of_output("response.output_item.added", item=item)
         if call is None:
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
-
-    @property
-    def _written(self) -> str:
-        return "".join(self._pieces_written)
 
     def _pieces(self, delta: Delta) -> Iterator[TextPiece]:
         if self._tokens is None or delta.logprobs is None:  # those of another run have none
@@ -204,7 +200,7 @@ class ResponseReply(BlockReply):
         return self._tokens.pieces(delta)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
-        self._pieces_written.append(text)
+        self._written.add(text)
         tokens = self._tokens
         found = [] if tokens is None else tokens.tokens_of_text(text) if kind != "call" else tokens.drop()
         if kind == "call" and "input" in self._items[-1]:
@@ -218,17 +214,17 @@ class ResponseReply(BlockReply):
     def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
         item = self._items[-1]
         if kind == "call" and "input" in item:
-            item["input"] = input_of(self._written)
+            item["input"] = input_of(self._written.read())
             for what, field in (("delta", "delta"), ("done", "input")):
                 yield self._of_item(f"response.{_CUSTOM[2]}.{what}", **{field: item["input"]})
         elif kind == "call":
-            item["arguments"] = self._written
-            yield self._of_text(kind, "done", arguments=self._written, name=item["name"])
+            item["arguments"] = self._written.read()
+            yield self._of_text(kind, "done", arguments=self._written.read(), name=item["name"])
         else:
             part = self._part(kind)
             item["content"] = [part]
             logprobs = {"logprobs": self._logprobs} if kind == "text" else {}
-            yield self._of_text(kind, "done", text=self._written, **logprobs)
+            yield self._of_text(kind, "done", text=self._written.read(), **logprobs)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
         item["status"] = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
         yield self._of_output("response.output_item.done", item=item)
@@ -258,8 +254,8 @@ class ResponseReply(BlockReply):
 
     def _part(self, kind: BlockKind) -> dict[str, Any]:
         if kind == "reasoning":
-            return {"type": "reasoning_text", "text": self._written}
-        return {"type": "output_text", "text": self._written, "annotations": [], "logprobs": self._logprobs}
+            return {"type": "reasoning_text", "text": self._written.read()}
+        return {"type": "output_text", "text": self._written.read(), "annotations": [], "logprobs": self._logprobs}
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
